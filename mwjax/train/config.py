@@ -1,0 +1,201 @@
+"""What a training run is made of. Loading from YAML and the command line is in ``load.py``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Method = Literal["naive_compressed", "naive_full", "logittree", "packed", "union", "sdcc"]
+Task = Literal["sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class DataConfig(Section):
+    """Which rollouts, in which order, in rows of which shape."""
+
+    paths: list[str] = Field(
+        min_length=1, description="Files of recorded rollouts (JSON Lines; .gz and .zst too); one path or a list."
+    )
+    method: Method = Field(
+        default="packed",
+        description="How a rollout becomes training rows. packed and logittree are exact, sdcc approximates, "
+        "the others are baselines.",
+    )
+    row_length: Positive = Field(
+        default=2048, description="Tokens a row holds; a single view longer than this is refused."
+    )
+    edges_per_row: Positive | None = Field(
+        default=None, description="Loss tokens a row can hold; null: as many as row_length, which is never too few."
+    )
+    teacher_row_length: Positive | None = Field(
+        default=None, description="sdcc only: tokens a teacher row holds; null: twice row_length."
+    )
+    rows_per_microbatch: Positive = Field(
+        default=1, description="Rows of one forward and backward pass, over all devices."
+    )
+    rollouts_per_step: Positive = Field(default=8, description="Whole rollouts of one optimiser step (8 in the paper).")
+    group_tries: bool = Field(
+        default=True, description="packed only: rollouts of one group in a step share their common prompt."
+    )
+    seed: int = Field(
+        default=0, description="Order of the rollouts; a batch is a pure function of it, the epoch and the step."
+    )
+    epochs: Positive = Field(default=1, description="Passes over the rollouts; unused where data.steps is given.")
+    steps: Positive | None = Field(
+        default=None, description="Optimiser steps, over as many epochs as it takes; null: go by data.epochs."
+    )
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _one_path(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class SmallModel(Section):
+    """A decoder of Qwen3's kind with random weights: for trying a run out, and for tests."""
+
+    vocab_size: Positive | None = Field(
+        default=None, description="Number of token ids; null: read it from model.small.tokenizer."
+    )
+    tokenizer: str | None = Field(default=None, description="A tokenizer.json whose vocabulary size is taken.")
+    hidden_size: Positive = Field(default=256, description="Width of the residual stream.")
+    layers: Positive = Field(default=4, description="Number of decoder layers.")
+    heads: Positive = Field(default=4, description="Query heads.")
+    kv_heads: Positive = Field(default=2, description="Key and value heads; must divide model.small.heads.")
+    head_dim: Positive = Field(default=64, description="Width of a head.")
+    intermediate_size: Positive = Field(default=768, description="Width of the SwiGLU layer.")
+    tied: bool = Field(default=True, description="Whether the output layer is the embedding.")
+    seed: int = Field(default=0, description="Seed of the random weights.")
+
+    @model_validator(mode="after")
+    def _check(self) -> SmallModel:
+        if (self.vocab_size is None) == (self.tokenizer is None):
+            raise ValueError("give exactly one of vocab_size and tokenizer")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class ModelSection(Section):
+    """The decoder: a folder in Hugging Face format, or a small random one."""
+
+    path: str | None = Field(
+        default=None, description="Folder with config.json and *.safetensors (Qwen3, Qwen2.5 or Llama type)."
+    )
+    small: SmallModel | None = Field(
+        default=None, description="A small decoder with random weights in place of model.path."
+    )
+    sampled_the_data: bool = Field(
+        default=False,
+        description="Whether exactly these weights sampled the rollouts: only then is logdiff reported.",
+    )
+    attention: Literal["blockwise", "oracle"] = Field(
+        default="blockwise", description="Attention; oracle is dense (T x T), for tests on short rows only."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type of the activations; parameters, norms, softmax and losses stay float32."
+    )
+    remat: Literal["none", "full"] = Field(
+        default="none",
+        description="full: recompute each layer in the backward pass, which saves memory and costs time.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if (self.path is None) == (self.small is None):
+            raise ValueError("give exactly one of model.path and model.small")
+        return self
+
+
+class SDCCConfig(Section):
+    """MemoryWalker's SDCC: weight of KL(teacher || student) over the diverging leaves. Used by data.method sdcc."""
+
+    peak: NonNegative = Field(default=0.1, description="lambda after the ramp; 0 trains exactly as naive_compressed.")
+    ramp: Share = Field(default=0.2, description="Share of the steps over which lambda rises linearly from 0.")
+
+
+class LossConfig(Section):
+    """The task loss, on the loss tokens of any method."""
+
+    task: Task = Field(
+        default="sft", description="sft: cross entropy of the sampled tokens. The others are policy gradients."
+    )
+    clip_low: NonNegative = Field(default=0.2, description="Ratios are clipped below at 1 - clip_low.")
+    clip_high: NonNegative = Field(default=0.28, description="Ratios are clipped above at 1 + clip_high.")
+    kl: NonNegative = Field(
+        default=0.001, description="Weight of the k3 estimate of KL to the initial weights; 0 skips that pass."
+    )
+    old_logprobs: Literal["recorded", "recompute", "recompute_own_rows"] = Field(
+        default="recorded",
+        description="Denominator of the ratio: the engine's record; the initial weights under the exact generation "
+        "prefix; or the initial weights on the method's own rows (an ablation that hides a method's error).",
+    )
+    sdcc: SDCCConfig = Field(default_factory=SDCCConfig, description="Settings of data.method sdcc.")
+    vocab_chunk: Positive = Field(default=8192, description="Vocabulary entries scored at once; smaller saves memory.")
+
+
+class OptimizerConfig(Section):
+    """AdamW; defaults as in the paper."""
+
+    learning_rate: NonNegative = Field(default=1e-6, description="Constant rate after the warm-up.")
+    warmup_steps: Count = Field(default=0, description="Steps over which the rate rises linearly.")
+    b1: Beta = Field(default=0.9, description="Decay of the first moment.")
+    b2: Beta = Field(default=0.98, description="Decay of the second moment.")
+    epsilon: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: NonNegative = Field(
+        default=0.01, description="Decoupled weight decay; norm scales and biases are exempt."
+    )
+    clip_norm: PositiveFloat | None = Field(
+        default=1.0, description="Global L2 norm gradients are clipped to; null: no clipping."
+    )
+
+
+class CheckpointConfig(Section):
+    """When weights, optimiser state and data position are saved together. The last step always is."""
+
+    every: Count = Field(default=50, description="Steps between checkpoints; 0: only at the end and on SIGTERM.")
+    keep: Positive = Field(default=2, description="How many of the newest checkpoints are kept.")
+
+
+class MeshConfig(Section):
+    """How the devices share the work."""
+
+    data: Positive = Field(
+        default=1,
+        description="Devices the rows of a micro-batch are spread over; must divide data.rows_per_microbatch.",
+    )
+
+
+class RunConfig(Section):
+    """A training run."""
+
+    run_dir: str = Field(description="Where the run is written; an existing run there is continued. May be gs://.")
+    data: DataConfig
+    model: ModelSection
+    loss: LossConfig = Field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    log_every: Positive = Field(default=1, description="Steps between progress lines where stderr is no terminal.")
+    debug: bool = Field(
+        default=False, description="No jit and no scan over layers: slow, but every value can be printed."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if self.data.rows_per_microbatch % self.mesh.data:
+            raise ValueError(
+                f"mesh.data ({self.mesh.data}) must divide data.rows_per_microbatch ({self.data.rows_per_microbatch}): "
+                "every device gets the same number of rows"
+            )
+        return self
