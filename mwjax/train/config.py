@@ -62,18 +62,19 @@ class DataConfig(Section):
 
 
 class SmallModel(Section):
-    """A decoder of Qwen3's kind with random weights: for trying a run out, and for tests."""
+    """A decoder with random weights: for trying a run out, and for tests."""
 
     vocab_size: Positive | None = Field(
         default=None, description="Number of token ids; null: read it from model.small.tokenizer."
     )
     tokenizer: str | None = Field(default=None, description="A tokenizer.json whose vocabulary size is taken.")
-    hidden_size: Positive = Field(default=256, description="Width of the residual stream.")
+    family: Literal["qwen3", "qwen2", "llama"] = Field(default="qwen3", description="Which kind of decoder.")
     layers: Positive = Field(default=4, description="Number of decoder layers.")
+    width: Positive = Field(default=256, description="Width of the residual stream.")
     heads: Positive = Field(default=4, description="Query heads.")
-    kv_heads: Positive = Field(default=2, description="Key and value heads; must divide model.small.heads.")
-    head_dim: Positive = Field(default=64, description="Width of a head.")
-    intermediate_size: Positive = Field(default=768, description="Width of the SwiGLU layer.")
+    key_value_heads: Positive = Field(default=2, description="Key and value heads; must divide model.small.heads.")
+    head_dim: Positive | None = Field(default=None, description="Width of a head (even); null: width / heads.")
+    feed_forward_width: Positive | None = Field(default=None, description="Inner width of SwiGLU; null: 3 * width.")
     tied: bool = Field(default=True, description="Whether the output layer is the embedding.")
     seed: int = Field(default=0, description="Seed of the random weights.")
 
@@ -81,8 +82,8 @@ class SmallModel(Section):
     def _check(self) -> SmallModel:
         if (self.vocab_size is None) == (self.tokenizer is None):
             raise ValueError("give exactly one of vocab_size and tokenizer")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.heads % self.key_value_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of key_value_heads ({self.key_value_heads})")
         return self
 
 
@@ -141,7 +142,9 @@ class LossConfig(Section):
         "prefix; or the initial weights on the method's own rows (an ablation that hides a method's error).",
     )
     sdcc: SDCCConfig = Field(default_factory=SDCCConfig, description="Settings of data.method sdcc.")
-    vocab_chunk: Positive = Field(default=8192, description="Vocabulary entries scored at once; smaller saves memory.")
+    vocab_chunk: Positive | None = Field(
+        default=None, description="Vocabulary entries scored at once, smaller saves memory; null: chosen by size."
+    )
 
 
 class OptimizerConfig(Section):

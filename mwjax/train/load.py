@@ -44,12 +44,12 @@ def dump(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def keys(model: type[pydantic.BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def options(model: type[pydantic.BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Every option as (dotted key, default as YAML, description), in the order of the file."""
     for name, field in model.model_fields.items():
         section = _section(field.annotation)
         if section is not None:
-            yield from keys(section, f"{prefix}{name}.")
+            yield from options(section, f"{prefix}{name}.")
             continue
         default = "required" if field.is_required() else yaml.safe_dump(field.default, default_flow_style=True)
         yield f"{prefix}{name}", default.removesuffix("...\n").strip(), field.description or ""
@@ -92,7 +92,7 @@ def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
 
 def _explain(error: pydantic.ValidationError, source: str) -> str:
     lines = [_explain_one(details, source) for details in error.errors()]
-    return "\n".join(dict.fromkeys(lines))
+    return "\n".join(dict.fromoptions(lines))
 
 
 def _explain_one(details: Any, source: str) -> str:
@@ -102,14 +102,14 @@ def _explain_one(details: Any, source: str) -> str:
     if kind == "extra_forbidden":
         return f"{where}: unknown key{_suggestion(key)}"
     if kind == "missing":
-        description = next((text for name, _, text in keys() if name == key), "")
+        description = next((text for name, _, text in options() if name == key), "")
         return f"{where}: required and not given. {description}".rstrip()
     if kind == "value_error":
         return f"{where}: {details['ctx']['error']}"
     reason = details["msg"].removeprefix("Input should be ").replace("a valid i", "an i").replace("a valid ", "a ")
     reason = re.sub(r"^(greater|less)", r"a value \1", reason)
     if kind == "model_type":
-        reason = f"a section with the keys {', '.join(name for name, _, _ in keys() if name.startswith(key + '.'))}"
+        reason = f"a section with the keys {', '.join(name for name, _, _ in options() if name.startswith(key + '.'))}"
     text = f"{where}: expected {reason[0].lower() + reason[1:]}, got {value!r}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", details["ctx"]["expected"])
@@ -120,7 +120,7 @@ def _explain_one(details: Any, source: str) -> str:
 
 def _suggestion(key: str) -> str:
     """What to write instead of ``key``: a close key of its section, the right name elsewhere, or its section's keys."""
-    known = [name for name, _, _ in keys()]
+    known = [name for name, _, _ in options()]
     section, _, last = key.rpartition(".")
     siblings = [name for name in known if section and name.startswith(section + ".")]
     sections = sorted({name.split(".", 1)[0] for name in known if "." in name})

@@ -1,0 +1,5 @@
+"""``python -m mwjax`` is ``mwjax``."""
+
+from mwjax.cli import main
+
+main()

@@ -1,0 +1,112 @@
+"""Checkpoints: the only module that knows Orbax. One step directory holds the state and the data position together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from mwjax.train.state import TrainState
+
+FOLDER = "checkpoints"
+Fingerprint = Mapping[str, Any]
+
+
+class CheckpointMismatch(ValueError):
+    """A run directory holds checkpoints of another model or configuration; the message lists the differing fields."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    ``fingerprint`` says, key by key, what determines the numbers of the run (model, data, loss, optimiser) in JSON
+    values. It is saved with every checkpoint and must agree when one is restored. Saving is asynchronous: ``save``
+    returns when the arrays are copied, leaving the context waits for the files.
+    """
+
+    def __init__(self, run_dir: epath.PathLike, fingerprint: Fingerprint, keep: int) -> None:
+        self.folder = epath.Path(run_dir).resolve() / FOLDER
+        self.fingerprint = dict(fingerprint)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = _manager(self.folder, options)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._manager.close()
+
+    def latest(self) -> int | None:
+        """The newest step that was saved completely, None if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Saves ``state`` as of ``step`` updates, unless that step is there already. Errors of an earlier save (a full
+        disk) are raised by the next call or on leaving the context."""
+        if step == self.latest():
+            return
+        position = {"step": step, "fingerprint": self.fingerprint}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)),
+            force=True,
+        )
+
+    def restore(self, template: TrainState, step: int) -> TrainState:
+        """The state saved at ``step``, in the shapes, dtypes and shardings of ``template`` (see ``state.abstract``).
+
+        Raises ``CheckpointMismatch`` when the checkpoint's fingerprint is not this run's, before any array is read.
+        """
+        saved = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))["position"]
+        compare(saved["fingerprint"], self.fingerprint, f"{self.folder / str(step)}")
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(template))
+        return self._manager.restore(step, args=arguments)["state"]
+
+
+def compare(saved: Fingerprint, current: Fingerprint, where: str) -> None:
+    """Raises ``CheckpointMismatch`` listing every key on which the two differ."""
+    missing = object()
+    lines = [
+        f"  {key}: {saved.get(key, 'not set')!r} in the checkpoint, {current.get(key, 'not set')!r} in this run"
+        for key in sorted({*saved, *current})
+        if saved.get(key, missing) != current.get(key, missing)
+    ]
+    if lines:
+        raise CheckpointMismatch(
+            f"{where}: a checkpoint of another run; these differ:\n"
+            + "\n".join(lines)
+            + "\nUse the configuration it was made with to continue it, or another run_dir to start afresh."
+        )
+
+
+def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
+    """The parameters of a run's checkpoint (default: the newest) as a nested dict of arrays on one device.
+
+    Raises ``FileNotFoundError`` when there is no such checkpoint.
+    """
+    folder = epath.Path(run_dir).resolve() / FOLDER
+    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.exists() else []
+    if not steps or (step is not None and step not in steps):
+        held = f"it holds the steps {', '.join(map(str, steps))}" if steps else "it holds none"
+        raise FileNotFoundError(f"{folder}: no checkpoint{'' if step is None else f' of step {step}'}; {held}")
+    chosen = steps[-1] if step is None else step
+    with _manager(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        template = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
+            manager.item_metadata(chosen)["state"],
+        )
+        return manager.restore(chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))["state"][
+            "params"
+        ]
+
+
+def _manager(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    handlers = {"state": ocp.StandardCheckpointHandler(), "position": ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(folder, options=options, item_names=tuple(handlers), item_handlers=handlers)

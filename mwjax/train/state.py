@@ -1,0 +1,50 @@
+"""What changes during training."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class TrainState(NamedTuple):
+    """params: nested dict of arrays; opt_state: optax's; step: int32 scalar, the number of updates done, which is also
+    the data position: the next batch is that of global step ``step``."""
+
+    params: Any
+    opt_state: Any
+    step: Any
+
+
+def create(params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding) -> TrainState:
+    """A state before the first update, every leaf placed by ``sharding``. The state owns its arrays: the update may
+    donate them, so ``params`` is copied."""
+
+    def start(params: Any) -> TrainState:
+        return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    return jax.jit(start, out_shardings=sharding)(params)
+
+
+def abstract(state: TrainState) -> TrainState:
+    """Shapes, dtypes and shardings of ``state``: the template a checkpoint is restored into."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+def weights_digest(params: Any) -> str:
+    """A checksum of all weights, the same under any sharding: names, shapes, dtypes and position-weighted sums of the
+    bit patterns modulo 2^32. Tells one model from another; it is no cryptographic hash."""
+
+    def digest(leaf: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1)
+        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+    compute = jax.jit(digest)
+    checksum = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        label = f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()
+        checksum = zlib.crc32(label + int(compute(leaf)).to_bytes(4, "little"), checksum)
+    return f"{checksum:08x}"
