@@ -92,7 +92,7 @@ def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
 
 def _explain(error: pydantic.ValidationError, source: str) -> str:
     lines = [_explain_one(details, source) for details in error.errors()]
-    return "\n".join(dict.fromoptions(lines))
+    return "\n".join(dict.fromkeys(lines))
 
 
 def _explain_one(details: Any, source: str) -> str:

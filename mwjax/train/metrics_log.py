@@ -1,0 +1,46 @@
+"""``metrics.jsonl``: one JSON object per optimiser step; a resumed run drops what lies beyond its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+FILE = "metrics.jsonl"
+
+
+def append(run_dir: epath.PathLike, row: Mapping[str, Any]) -> None:
+    """Adds one row. Numbers JSON cannot write (NaN, infinity) become null."""
+    with (epath.Path(run_dir) / FILE).open("a") as file:
+        file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+
+
+def read(run_dir: epath.PathLike) -> list[dict[str, Any]]:
+    """All rows; a last line that a killed run left half written is not one."""
+    path = epath.Path(run_dir) / FILE
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def truncate(run_dir: epath.PathLike, step: int) -> None:
+    """Keeps the rows of steps up to ``step``: what followed is about to be computed again."""
+    path = epath.Path(run_dir) / FILE
+    if path.exists():
+        kept = [row for row in read(run_dir) if row["step"] <= step]
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        fresh.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

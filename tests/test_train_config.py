@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mwjax.train import load
+from mwjax.train.config import RunConfig
+
+REQUIRED = ["run_dir=run", "data.paths=a.jsonl", "model.path=model"]
+
+
+def errors(*overrides: str) -> list[str]:
+    with pytest.raises(load.ConfigError) as caught:
+        load.load(None, [*REQUIRED, *overrides])
+    return str(caught.value).splitlines()
+
+
+def test_overrides_win_over_the_file_and_keep_yaml_types(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "run_dir: run\ndata: {paths: [a.jsonl], seed: 3}\nmodel: {path: m}\noptimizer: {learning_rate: 1e-5}\n"
+    )
+    config = load.load(str(file), ["data.paths=[b.jsonl,c.jsonl]", "optimizer.b2=0.95", "optimizer.clip_norm=null"])
+    assert config.data.paths == ["b.jsonl", "c.jsonl"]
+    assert config.data.seed == 3
+    assert (config.optimizer.learning_rate, config.optimizer.b2, config.optimizer.clip_norm) == (1e-5, 0.95, None)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    config = load.load(None, REQUIRED)
+    loss, optimizer = config.loss, config.optimizer
+    assert (loss.clip_low, loss.clip_high, loss.kl, loss.sdcc.peak, loss.sdcc.ramp) == (0.2, 0.28, 0.001, 0.1, 0.2)
+    assert (optimizer.b1, optimizer.b2, optimizer.learning_rate) == (0.9, 0.98, 1e-6)
+    assert (optimizer.weight_decay, optimizer.clip_norm, config.data.rollouts_per_step) == (0.01, 1.0, 8)
+
+
+def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
+    small = ["model.path=null", "model.small.vocab_size=100", "data.method=sdcc", "loss.task=grpo"]
+    config = load.load(None, [*REQUIRED, *small])
+    (tmp_path / "config.yaml").write_text(load.dump(config))
+    assert load.load(str(tmp_path / "config.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.rowlength=10", "data.rowlength: unknown key; did you mean data.row_length?"),
+        ("data.path=b", "data.path: unknown key; did you mean data.paths?"),
+        ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
+        ("optimiser.b1=0", "optimiser: unknown key; did you mean optimizer?"),
+        ("loss.sdcc.lambda=1", "loss.sdcc.lambda: unknown key; the keys of loss.sdcc are peak, ramp"),
+        ("zzz=1", "zzz: unknown key; 'mwjax train --keys' lists all of them"),
+        ("data.row_length=0", "data.row_length: expected a value greater than 0, got 0"),
+        ("data.seed=1.5", "data.seed: expected an integer, got a number with a fractional part, got 1.5"),
+        ("optimizer.b2=fast", "optimizer.b2: expected a number, unable to parse string as a number, got 'fast'"),
+        ("loss.task=sftt", "did you mean sft?"),
+        ("checkpoint=3", "checkpoint: expected a section with the keys checkpoint.every, checkpoint.keep, got 3"),
+        ("mesh.data=2", "mesh.data (2) must divide data.rows_per_microbatch (1)"),
+        ("model.small.vocab_size=5", "model: give exactly one of model.path and model.small"),
+    ],
+)
+def test_a_wrong_option_is_named_and_put_right(override: str, expected: str) -> None:
+    (line,) = errors(override)
+    assert expected in line
+
+
+def test_all_errors_come_at_once() -> None:
+    assert len(errors("data.rowlength=10", "optimizer.b1=2", "debug=maybe")) == 3
+
+
+@pytest.mark.parametrize("override", ["run_dir", "=3", "data.paths"])
+def test_an_override_without_a_value_is_refused(override: str) -> None:
+    assert "expected key=value" in errors(override)[0]
+
+
+@pytest.mark.parametrize(("text", "reason"), [("a: [1", "not valid YAML"), ("- 1\n- 2\n", "expected keys and values")])
+def test_a_broken_file_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(load.ConfigError, match=reason) as caught:
+        load.load(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_option_says_what_it_is_for() -> None:
+    with pytest.raises(load.ConfigError, match=r"data\.paths: required and not given\. Files of recorded rollouts"):
+        load.load(None, ["run_dir=run", "model.path=m", "data.seed=1"])
+
+
+def test_every_option_is_documented_and_listed_once() -> None:
+    listed = list(load.options())
+    assert all(description for _, _, description in listed)
+    assert len({key for key, _, _ in listed}) == len(listed)
+
+
+def test_the_example_configurations_load_and_say_what_they_set() -> None:
+    folder = Path(__file__).parent.parent / "configs"
+    files = sorted(folder.glob("*.yaml"))
+    assert {file.stem for file in files} >= {"sft", "grpo", "sdcc"}
+    for file in files:
+        config = load.load(str(file))
+        assert isinstance(config, RunConfig)
+        assert set(yaml.safe_load(file.read_text())) <= set(RunConfig.model_fields)
