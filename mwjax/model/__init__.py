@@ -1,0 +1,26 @@
+"""The decoder: configuration, parameters, packed-row forward pass, incremental decoding, Hugging Face files."""
+
+from mwjax.model.attention import attend
+from mwjax.model.cache import Cache, decode_step, init_cache
+from mwjax.model.config import ModelConfig, UnsupportedModelError, small_config
+from mwjax.model.decoder import abstract_params, declarations, forward, init, logical_axes, unembedding
+from mwjax.model.hugging_face import ModelFilesError, load, save
+
+__all__ = [
+    "Cache",
+    "ModelConfig",
+    "ModelFilesError",
+    "UnsupportedModelError",
+    "abstract_params",
+    "attend",
+    "declarations",
+    "decode_step",
+    "forward",
+    "init",
+    "init_cache",
+    "load",
+    "logical_axes",
+    "save",
+    "small_config",
+    "unembedding",
+]

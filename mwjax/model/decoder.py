@@ -1,0 +1,155 @@
+"""Pure functions of a parameter pytree: initialise it, describe it, run the decoder on packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mwjax.model.attention import attend as attend_tree
+from mwjax.model.attention.blockwise import LOG_SUM_EXP_NAME, OUTPUT_NAME
+from mwjax.model.config import ModelConfig
+from mwjax.model.layers import Decoder, Layer
+from mwjax.model.parameters import Declaration
+from mwjax.model.rope import rotations
+
+Params = dict[str, Any]
+REMAT = ("none", "attention", "full")
+
+
+def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Random parameters: a nested dict of arrays of ``dtype``, those of the layers stacked on axis 0.
+
+    Pure, so it can be jitted with ``config`` and ``dtype`` static and output shardings.
+    """
+    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(key), dtype), nnx.Param))
+
+
+def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+    """`init`'s result as `jax.ShapeDtypeStruct`, computing nothing."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), _structure(config)[1])
+
+
+def declarations(config: ModelConfig) -> Params:
+    """`init`'s result with the `Declaration` of every parameter, which is about one layer, unstacked."""
+    return _structure(config)[2]
+
+
+def logical_axes(config: ModelConfig) -> Params:
+    """`init`'s result with every array's logical axis names, for example ("layers", "embed", "heads", "head_dim")."""
+    axes = jax.tree.map(lambda leaf: leaf.axes, declarations(config), is_leaf=is_declaration)
+    axes["layers"] = jax.tree.map(lambda names: ("layers", *names), axes["layers"], is_leaf=_is_names)
+    return axes
+
+
+def is_declaration(leaf: Any) -> bool:
+    return isinstance(leaf, Declaration)
+
+
+def _is_names(leaf: Any) -> bool:
+    return isinstance(leaf, tuple)
+
+
+@lru_cache(maxsize=64)
+def _structure(config: ModelConfig) -> tuple[Any, Params, Params]:
+    """(graph definition, abstract parameters, declarations), from one abstract construction of the modules."""
+    abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.float32))
+    definition, state = nnx.split(abstract)
+    declared = jax.tree.map(
+        lambda variable: variable.declaration, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    return definition, nnx.to_pure_dict(state), nnx.to_pure_dict(declared)
+
+
+def unembedding(params: Params, config: ModelConfig) -> jax.Array:
+    """The output matrix [V, D]: logits are ``hidden @ unembedding.T``."""
+    return params["embedding"] if config.tied else params["unembedding"]
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    *,
+    attention: str | Callable[..., jax.Array] = "blockwise",
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    scan: bool = True,
+) -> jax.Array:
+    """Hidden states after the final norm.
+
+    Args:
+      params, config: as from `init` or `load`.
+      tokens, positions, visible_until: int32 [B, T] as in `mwjax.tree.rows.Rows`.
+      attention: a backend of `mwjax.model.attention.attend`, or a function
+        ``(query, key, value, visible_until) -> mixed`` in its place (for instance the same under `jax.shard_map`).
+      dtype: of the activations; norms, rotations and softmax are float32, or float64 with float64.
+      remat: what the backward pass keeps of each layer: "none" rematerialised, "attention" (the layer's input, the
+        attention output and its log-sum-exp) or "full" (the layer's input only).
+      scan: False runs the layers in a Python loop, for debugging (works under `jax.disable_jit`).
+
+    Returns:
+      [B, T, width] of ``dtype``.
+
+    Raises:
+      ValueError: unknown attention backend or remat.
+    """
+    if isinstance(attention, str):
+        attention = partial(attend_tree, backend=attention)
+    mix = attention
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return mix(query, key, value, visible_until), None
+
+    return run_layers(params, config, tokens, positions, attend, None, dtype=dtype, remat=remat, scan=scan)[0]
+
+
+def run_layers(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any]],
+    per_layer: Any,
+    *,
+    dtype: Any,
+    remat: str = "none",
+    scan: bool = True,
+) -> tuple[jax.Array, Any]:
+    """Embed, run every layer, norm. ``attend(query, key, value, x)`` gets slice l of the pytree ``per_layer`` in layer
+    l and returns (mixed values, y); the y's come back stacked on axis 0 beside the hidden states."""
+    decoder: Decoder = nnx.merge(_structure(config)[0], params)
+    layer_definition, layer_params = nnx.split(decoder.layers)
+    angles = rotations(config, positions, jnp.promote_types(dtype, jnp.float32))
+
+    def run_layer(x: jax.Array, inputs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        layer: Layer = nnx.merge(layer_definition, inputs[0])
+        return layer(x, angles, lambda query, key, value: attend(query, key, value, inputs[1]))
+
+    step = _rematerialise(run_layer, remat)
+    inputs = (nnx.to_pure_dict(layer_params), per_layer)
+    x = decoder.embedding[...][tokens].astype(dtype)
+    if scan:
+        x, outputs = jax.lax.scan(step, x, inputs)
+    else:
+        collected = []
+        for layer in range(config.layers):
+            x, y = step(x, jax.tree.map(lambda leaf, layer=layer: leaf[layer], inputs))
+            collected.append(y)
+        outputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
+    return decoder.norm(x), outputs
+
+
+def _rematerialise(run_layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat {remat!r}; available: {', '.join(REMAT)}")
+    if remat == "none":
+        return run_layer
+    names = (OUTPUT_NAME, LOG_SUM_EXP_NAME) if remat == "attention" else ()
+    return jax.checkpoint(run_layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)

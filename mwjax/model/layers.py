@@ -1,0 +1,121 @@
+"""The decoder's modules. Parameters are declared here, nowhere else; `mwjax.model.decoder` uses them functionally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mwjax.model.config import ModelConfig
+from mwjax.model.parameters import ParameterSource, parameter
+from mwjax.model.rope import rotate
+
+Rotations = tuple[jax.Array, jax.Array]
+# (queries [B, T, Hq, D], keys [B, T, Hkv, D], values [B, T, Hkv, D]) -> (mixed values [B, T, Hq, D], anything)
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+class Norm(nnx.Module):
+    """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467) over the last axis, in float32 or wider."""
+
+    def __init__(self, source: ParameterSource, axis: str, file_name: str):
+        self.epsilon = source.config.norm_epsilon
+        self.scale = parameter(source, axis, file_name, axis, "ones")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * self.scale[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; what is visible is decided by the ``attend`` it is called with."""
+
+    def __init__(self, source: ParameterSource):
+        config = source.config
+        project = "self_attn.{}_proj.{}"
+        self.query = parameter(
+            source, "embed heads head_dim", project.format("q", "weight"), "heads+head_dim embed", "embed"
+        )
+        self.key = parameter(
+            source, "embed kv_heads head_dim", project.format("k", "weight"), "kv_heads+head_dim embed", "embed"
+        )
+        self.value = parameter(
+            source, "embed kv_heads head_dim", project.format("v", "weight"), "kv_heads+head_dim embed", "embed"
+        )
+        self.output = parameter(
+            source, "heads head_dim embed", project.format("o", "weight"), "embed heads+head_dim", "heads head_dim"
+        )
+        if config.query_key_value_bias:
+            self.query_bias = parameter(
+                source, "heads head_dim", project.format("q", "bias"), "heads+head_dim", "zeros"
+            )
+            self.key_bias = parameter(
+                source, "kv_heads head_dim", project.format("k", "bias"), "kv_heads+head_dim", "zeros"
+            )
+            self.value_bias = parameter(
+                source, "kv_heads head_dim", project.format("v", "bias"), "kv_heads+head_dim", "zeros"
+            )
+        if config.query_key_norm:
+            self.query_norm = Norm(source, "head_dim", "self_attn.q_norm.weight")
+            self.key_norm = Norm(source, "head_dim", "self_attn.k_norm.weight")
+        self.has_bias = config.query_key_value_bias
+        self.has_norm = config.query_key_norm
+
+    def __call__(self, x: jax.Array, rotations: Rotations, attend: Attend) -> tuple[jax.Array, Any]:
+        """x [B, T, width] -> (the block's output [B, T, width], whatever ``attend`` returned beside it)."""
+        query, key, value = (
+            jnp.einsum("btw,whd->bthd", x, weight[...].astype(x.dtype)) for weight in (self.query, self.key, self.value)
+        )
+        if self.has_bias:
+            query = query + self.query_bias[...].astype(x.dtype)
+            key = key + self.key_bias[...].astype(x.dtype)
+            value = value + self.value_bias[...].astype(x.dtype)
+        if self.has_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        mixed, extra = attend(rotate(query, *rotations), rotate(key, *rotations), value)
+        return jnp.einsum("bthd,hdw->btw", mixed, self.output[...].astype(x.dtype)), extra
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, source: ParameterSource):
+        self.gate = parameter(source, "embed mlp", "mlp.gate_proj.weight", "mlp embed", "embed")
+        self.up = parameter(source, "embed mlp", "mlp.up_proj.weight", "mlp embed", "embed")
+        self.down = parameter(source, "mlp embed", "mlp.down_proj.weight", "embed mlp", "mlp")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gated = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (x @ self.up[...].astype(x.dtype))
+        return gated @ self.down[...].astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, source: ParameterSource):
+        self.attention_norm = Norm(source, "embed", "input_layernorm.weight")
+        self.attention = Attention(source)
+        self.feed_forward_norm = Norm(source, "embed", "post_attention_layernorm.weight")
+        self.feed_forward = FeedForward(source)
+
+    def __call__(self, x: jax.Array, rotations: Rotations, attend: Attend) -> tuple[jax.Array, Any]:
+        mixed, extra = self.attention(self.attention_norm(x), rotations, attend)
+        x = x + mixed
+        return x + self.feed_forward(self.feed_forward_norm(x)), extra
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers (one `Layer` whose parameters carry a leading axis of the layer number), norm, unembedding."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+        source = ParameterSource(config, rngs, dtype)
+        self.embedding = parameter(source, "vocab embed", "model.embed_tokens.weight", "vocab embed", "embed")
+        keys = nnx.Rngs(params=jax.random.split(rngs.params(), config.layers))
+        self.layers = nnx.vmap(lambda keys: Layer(ParameterSource(config, keys, dtype)))(keys)
+        self.norm = Norm(source, "embed", "model.norm.weight")
+        if not config.tied:
+            self.unembedding = parameter(source, "vocab embed", "lm_head.weight", "vocab embed", "embed")
