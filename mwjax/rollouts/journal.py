@@ -1,0 +1,116 @@
+"""A file that only grows, line by line, each line on the disk before the call returns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+from mwjax.rollouts.errors import RolloutFileError, file_error
+from mwjax.rollouts.storage import is_local, sync_folder
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock against a second writer
+    fcntl = None  # type: ignore[assignment]
+
+
+class Journal:
+    """Appends whole lines to a local file.
+
+    A line cut short by a crash is moved to ``PATH.torn`` when the file is opened again; ``torn`` then says so. One
+    process at a time may hold the file.
+    """
+
+    def __init__(self, path: Any) -> None:
+        """Raises RolloutFileError if the file cannot be opened or another journal holds it."""
+        self.path = os.path.expanduser(str(path))
+        self.torn: str | None = None
+        if not is_local(path):
+            raise RolloutFileError(
+                f"cannot append to {path}: an object store has no append; record to a local file and copy it with "
+                "rollouts.write"
+            )
+        if self.path.endswith((".gz", ".zst")):
+            raise RolloutFileError(
+                f"cannot append to {path}: a compressed file cannot be repaired after a crash; record to a .jsonl file "
+                "and compress it with rollouts.write"
+            )
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise file_error("write", path, error) from error
+        try:
+            self._lock()
+            self._size = self._recover()
+            sync_folder(os.path.dirname(os.path.abspath(self.path)))
+        except OSError as error:
+            os.close(self._descriptor)
+            if isinstance(error, RolloutFileError):
+                raise
+            raise file_error("write", path, error) from error
+
+    def append(self, line: bytes) -> None:
+        """Writes one line (newline included) to the disk, or, on an error, leaves the file as it was."""
+        try:
+            _write_all(self._descriptor, line, self._size)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise file_error("write", self.path, error, "; this rollout is not in it") from error
+        self._size += len(line)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _lock(self) -> None:
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RolloutFileError(
+                f"cannot write {self.path}: another recorder has it open; give each its own file"
+            ) from None
+
+    def _recover(self) -> int:
+        """Cuts off what follows the last newline, unless it is a whole line; the size after that."""
+        size = os.fstat(self._descriptor).st_size
+        end = self._last_newline(size) + 1
+        if end == size:
+            return size
+        tail = os.pread(self._descriptor, size - end, end)
+        try:
+            json.loads(tail)
+        except ValueError:
+            aside = f"{self.path}.torn"
+            with open(aside, "ab") as out:
+                out.write(tail + b"\n")
+                out.flush()
+                os.fsync(out.fileno())
+            os.ftruncate(self._descriptor, end)
+            os.fsync(self._descriptor)
+            self.torn = (
+                f"the last line of {self.path} was cut short ({len(tail)} bytes, from byte {end}); it is now in {aside}"
+            )
+            return end
+        _write_all(self._descriptor, b"\n", size)
+        os.fsync(self._descriptor)
+        return size + 1
+
+    def _last_newline(self, size: int) -> int:
+        step = 1 << 20
+        for start in range((size - 1) // step * step, -1, -step):
+            block = os.pread(self._descriptor, min(step, size - start), start)
+            if b"\n" in block:
+                return start + block.rindex(b"\n")
+        return -1
+
+
+def _write_all(descriptor: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
