@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mwjax.tree import alignment
-from mwjax.tree.alignment import Alignment, align
+from mwjax.tree.alignment import Alignment, _kept_runs, _runs_of_unique_grams, align
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 
@@ -173,3 +173,21 @@ def test_long_repetitive_views_match_end_to_end() -> None:
     found = align(old, new, np.zeros(0, np.int64))
     assert found.origin[1:-1].tolist() == list(range(1, 15_001))
     assert (found.prefix, found.evicted, found.inserted) == (0, 5002, 2)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=300)
+def test_the_fast_path_finds_what_the_general_one_does(seed):
+    rng = np.random.default_rng(seed)
+    vocabulary, size = int(rng.choice([3, 6, 20, 1000])), int(rng.integers(1, 90))
+    old = rng.integers(0, vocabulary, size)
+    parts = [old[: int(rng.integers(0, 20))]]
+    for _ in range(int(rng.integers(1, 6))):
+        start = int(rng.integers(0, size))
+        parts += [old[start : start + int(rng.integers(1, 25))], rng.integers(0, vocabulary, int(rng.integers(0, 6)))]
+    new = np.concatenate(parts)
+    is_end = rng.random(size + 1) < rng.choice([0, 0.1, 1])
+    is_end[0] = False
+    fast = _runs_of_unique_grams(old, new, is_end)
+    if fast is not None:
+        assert sorted(fast) == sorted(_kept_runs(old, new, is_end))

@@ -59,7 +59,7 @@ def test_running_example_leaf_by_leaf():
     third = prompt + [y[k] for k in (1, 2, 3, 4, 6, 7, 9, 10, 11, 12)]
     last = prompt + [y[k] for k in (1, 2, 3, 4, 6, 7, 9, 10, 12, 13)]
     everything = prompt + [y[k] for k in range(1, 14)]
-    branch = {k: first for k in range(1, 8)} | {8: second, 9: second, 10: second, 11: third, 12: third, 13: last}
+    branch = dict.fromkeys(range(1, 8), first) | {8: second, 9: second, 10: second, 11: third, 12: third, 13: last}
 
     def before(walk: list[int], k: int) -> dict[str, int] | None:
         if y[k] not in walk:

@@ -13,6 +13,7 @@ from mwjax.audit.inspect import built_rows, token_lines
 from mwjax.audit.prefixes import crc32_of, edge_prefixes
 from mwjax.rollouts.record import Edit, Rollout, Turn
 from mwjax.tree import RowShape, RowTooShort, TreeError, build, build_trie, collate, fill, fragments, pack
+from mwjax.tree.trie import split_paths
 from tests.random_rollouts import simulate
 
 seeds = st.integers(0, 10**6)
@@ -95,7 +96,7 @@ def test_trie_against_brute_force(paths):
         rows = trie.rows_of(number, np.arange(len(path)))
         assert rows.tolist() == [seen[tuple(path[: n + 1])] for n in range(len(path))]
     ordered = [paths[k] for k in trie.order]
-    for number, (before, path) in enumerate(zip([[]] + ordered, ordered)):
+    for number, (before, path) in enumerate(zip([[], *ordered], ordered)):
         common = 0
         while common < min(len(before), len(path)) and before[common] == path[common]:
             common += 1
@@ -151,8 +152,6 @@ def test_splitting_repeats_the_least_trunk(seed, rows):
         if all(size(run) <= length for run in runs):
             total = sum(size(run) for run in runs)
             best = total if best is None else min(best, total)
-    from mwjax.tree.trie import split_paths
-
     found = split_paths(np.array([len(p) for p in ordered]), trie.shared, np.ones(len(paths), int), length, 99)
     assert sum(size(ordered[cut]) for cut in found) == best
 

@@ -91,9 +91,10 @@ def scan(
             field = error.field if isinstance(error, TreeError) else "turns"
             refused.append(Refusal(paths[file], source.line(place), field, str(error)))
             continue
-        seen = names.setdefault(measured.id, f"{paths[file]}:{source.line(place)}")
-        if seen != f"{paths[file]}:{source.line(place)}":
-            refused.append(Refusal(paths[file], source.line(place), "id", f"{measured.id!r} was given at {seen} already"))
+        here = f"{paths[file]}, line {source.line(place)}"
+        first = names.setdefault(measured.id, here)
+        if first != here:
+            refused.append(Refusal(paths[file], source.line(place), "id", f"{measured.id!r} stands in {first} already"))
             continue
         found.append(measured)
     refused += [refusal for source in sources for refusal in source.refused]
@@ -137,9 +138,7 @@ def _needs(made: Sequence[Fragment]) -> np.ndarray:
     return np.array([fragment.needs for fragment in made], np.int64).reshape(len(made), 4)
 
 
-def _index(
-    sources: tuple[RolloutFile, ...], layout: Layout, found: list[_Measured], refused: list[Refusal]
-) -> Index:
+def _index(sources: tuple[RolloutFile, ...], layout: Layout, found: list[_Measured], refused: list[Refusal]) -> Index:
     codes: dict[str, int] = {}
     groups = np.array(
         [codes.setdefault(f"group {m.group}" if m.group is not None else f"rollout {m.id}", len(codes)) for m in found]

@@ -12,7 +12,7 @@ from mwjax.data.steps import StepBatches, StepSource
 def iterate_steps(
     source: StepSource, first_step: int, last_step: int, *, workers: int = 0, prefetch: int = 2
 ) -> Iterator[StepBatches]:
-    """Steps ``first_step`` to ``last_step - 1``. To resume, start at the step a checkpoint names: nothing else is state.
+    """Steps ``first_step`` to ``last_step - 1``. To resume, start at the step a checkpoint names: there is no state.
 
     workers: processes that build batches beside the training process; 0 builds them in ``prefetch`` threads. Worker
     processes need the usual ``if __name__ == "__main__"`` guard in a script.

@@ -1,4 +1,4 @@
-"""(seed, epoch, global step) -> the fixed-shape micro-batches of one optimiser step. Pure, so any worker can make it."""
+"""(seed, epoch, global step) -> the fixed-shape micro-batches of one optimiser step: pure, so any worker can do it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepBatches:
 
 
 def plan_epoch(index: Index, seed: int, epoch: int) -> list[np.ndarray]:
-    """The units of every step of an epoch: a seeded shuffle, cut where a step has its rollouts. The last may be short."""
+    """The units of every step of an epoch: a seeded shuffle, cut where a step is full; the last has the rest."""
     order = np.random.default_rng((seed, epoch)).permutation(len(index.units))
     steps: list[list[int]] = [[]]
     held = 0
@@ -66,7 +66,7 @@ class StepSource:
     ):
         rows = index.layout.rows_per_microbatch
         if rows % processes:
-            raise ValueError(f"rows_per_microbatch ({rows}) must be a multiple of the number of processes ({processes})")
+            raise ValueError(f"rows_per_microbatch ({rows}) must be a multiple of the {processes} processes")
         self.index, self.seed = index, seed
         self.advantages = np.zeros(len(index.ids)) if advantages is None else np.asarray(advantages)
         self.edge_weights = edge_weights
@@ -99,10 +99,7 @@ class StepSource:
         per_pass = layout.rows_per_microbatch
         share = per_pass // self.processes
         passes = max(-(-len(rows) // per_pass), 1)
-        mine = [
-            rows[start : start + share]
-            for start in range(self.process * share, passes * per_pass, per_pass)
-        ]
+        mine = [rows[start : start + share] for start in range(self.process * share, passes * per_pass, per_pass)]
         first = np.concatenate([[0], np.cumsum([len(index.needs[unit]) for unit in units])])
         wanted = {int(owner[fragment]) for some in mine for row in some for fragment in row}
         made = {

@@ -59,8 +59,16 @@ class RolloutFile:
             raise self._changed(number, f"it held rollout {self.ids[index]!r}, now {rollout.id!r}")
         return rollout
 
+    def line(self, index: int) -> int:
+        """Line number, from 1, of a rollout in the file."""
+        return int(self._where[index, 0])
+
     def __repr__(self) -> str:
         return f"RolloutFile({self.path!r}, {len(self)} rollouts)"
+
+    def line(self, index: int) -> int:
+        """The line number of a rollout, from 1, for messages."""
+        return int(self._where[index, 0])
 
     def summary(self, shown: int = 20) -> str:
         """Counts of read and refused, by field, and the first ``shown`` refusals in full."""

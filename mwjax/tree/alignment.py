@@ -65,7 +65,9 @@ def align(old: np.ndarray, new: np.ndarray, completion_ends: np.ndarray) -> Alig
         is_end = np.zeros(old_stop - prefix + 1, bool)
         ends = np.asarray(completion_ends, np.int64) - prefix
         is_end[ends[(ends > 0) & (ends < is_end.size)]] = True
-        runs = np.array(_kept_runs(old[prefix:old_stop], new[prefix:new_stop], is_end), np.int64).reshape(-1, 3)
+        middle = (old[prefix:old_stop], new[prefix:new_stop], is_end)
+        kept = _runs_of_unique_grams(*middle)
+        runs = np.array(_kept_runs(*middle) if kept is None else kept, np.int64).reshape(-1, 3)
         lengths = runs[:, 2]
         total = int(lengths.sum())
         offset = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -78,6 +80,72 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     length = min(left.size, right.size)
     different = left[:length] != right[:length]
     return int(different.argmax()) if different.any() else length
+
+
+def _runs_of_unique_grams(old: np.ndarray, new: np.ndarray, is_end: np.ndarray) -> list[tuple[int, int, int]] | None:
+    """What :func:`_kept_runs` finds, faster, for the usual text: few runs, and no common gram of ``MIN_RUN`` ids twice
+    on one side. None for any other text."""
+    found = _unique_gram_runs(old, new)
+    if found is None:
+        return None
+    kept: list[tuple[int, int, int]] = []
+    boxes = [(0, old.size, 0, new.size, found)]
+    while boxes:
+        a0, a1, b0, b1, runs = boxes.pop()
+        if a0 == a1 or b0 == b1:
+            continue
+        inside = []
+        for i, j, length in runs:
+            skip = max(a0 - i, b0 - j, 0)
+            stop = min(length, a1 - i, b1 - j)
+            if stop - skip >= MIN_RUN:
+                inside.append((i + skip, j + skip, stop - skip))
+        if inside:
+            i, j, length = run = max(inside, key=lambda run: (run[2], -run[0], -run[1]))
+            kept.append(run)
+            boxes += [(a0, i, b0, j, inside), (i + length, a1, j + length, b1, inside)]
+        elif is_end[a0 + 1 : a1 + 1].any():  # a completion's whole tail may be shorter
+            ends = is_end[a0 : a1 + 1].copy()
+            ends[0] = False
+            kept += [(a0 + i, b0 + j, length) for i, j, length in _kept_runs(old[a0:a1], new[b0:b1], ends)]
+    return kept
+
+
+_MOST_RUNS = 64
+
+
+def _unique_gram_runs(old: np.ndarray, new: np.ndarray) -> list[tuple[int, int, int]] | None:
+    """Maximal common runs of at least ``MIN_RUN`` ids, or None where a gram repeats or there are many runs."""
+    if min(old.size, new.size) < MIN_RUN:
+        return []
+    left, right = _hashed_grams(old), _hashed_grams(new)
+    order = np.argsort(right)
+    ordered = right[order]
+    place = np.searchsorted(ordered, left)
+    place[place == right.size] = 0
+    starts = np.flatnonzero(ordered[place] == left)
+    if not starts.size:
+        return []
+    hit = place[starts]
+    repeats_new = ordered[np.minimum(hit + 1, right.size - 1)] == ordered[hit]
+    if (repeats_new & (hit + 1 < right.size)).any() or np.unique(hit).size < hit.size:
+        return None
+    others = order[hit]
+    begins = np.flatnonzero((np.diff(starts, prepend=-2) != 1) | (np.diff(others, prepend=-2) != 1))
+    lengths = np.diff(begins, append=starts.size) + MIN_RUN - 1
+    if begins.size > _MOST_RUNS:
+        return None
+    runs = list(zip(starts[begins].tolist(), others[begins].tolist(), lengths.tolist()))
+    alike = all(np.array_equal(old[i : i + length], new[j : j + length]) for i, j, length in runs)
+    return runs if alike else None
+
+
+def _hashed_grams(ids: np.ndarray) -> np.ndarray:
+    """uint64, one per gram of ``MIN_RUN`` = 2^3 ids; equal grams have equal hashes."""
+    hashed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for span, factor in ((1, 0xBF58476D1CE4E5B9), (2, 0x94D049BB133111EB), (4, 0xD6E8FEB86659FD93)):
+        hashed = (hashed[:-span] ^ (hashed[:-span] >> np.uint64(29))) * np.uint64(factor) + hashed[span:]
+    return hashed
 
 
 def _kept_runs(old: np.ndarray, new: np.ndarray, is_end: np.ndarray) -> list[tuple[int, int, int]]:

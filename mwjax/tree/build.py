@@ -206,9 +206,7 @@ def _continue_chain(rollout: Rollout, chain: _Chain, turn: int, edits: list[tupl
     before, after = old.union, union
     evicted = len(before) - int(np.isin(before, after, assume_unique=True).sum())
     inserted = len(after) - (len(before) - evicted)
-    resampled = any(
-        length == len(prompt) and np.array_equal(old.ids[:length], prompt) for length in old.prompts
-    )
+    resampled = any(length == len(prompt) and np.array_equal(old.ids[:length], prompt) for length in old.prompts)
     if resampled:
         reason = "resample"
     elif evicted == len(before):
@@ -250,7 +248,8 @@ def _check_edited(rollout: Rollout, history: History, kept: np.ndarray, turn: in
             f"contradicts turn {turn}: token {shared} of its prompt is {prompt[shared]}, "
             f"but the edited context has {ids[shared]} there"
         )
-    raise TreeError(rollout.id, name, reason + "; log every edit that shaped this prompt, or none (origins are then aligned)")
+    advice = "; log every edit that shaped this prompt, or none (origins are then aligned)"
+    raise TreeError(rollout.id, name, reason + advice)
 
 
 def _completion_ends(rollout: Rollout, history: History, view: _OpenView) -> np.ndarray:
@@ -291,8 +290,8 @@ def _sampled_tokens(
     turn = np.repeat(np.arange(len(turns)), lengths)
     index = np.arange(total) - offset[turn]
     view_of_turn = np.zeros(len(turns), np.int64)
-    for number, view in enumerate(views):
-        view_of_turn[list(view.turns)] = number
+    for number, branch in enumerate(views):
+        view_of_turn[list(branch.turns)] = number
     prefix = np.array([len(t.prompt_ids) for t in turns], np.int64)[turn] + index
     token = _join([t.completion_ids for t in turns], np.int32)
     view = view_of_turn[turn]
@@ -301,24 +300,24 @@ def _sampled_tokens(
     diverging, missing, extra = np.zeros(total, bool), np.zeros(total, np.int64), np.zeros(total, np.int64)
     main = unions.get(MAIN_CHAIN)
     if main is not None:
-        last = max(number for number, v in enumerate(views) if v.chain == MAIN_CHAIN)
+        last = max(number for number, branch in enumerate(views) if branch.chain == MAIN_CHAIN)
         walk = views[last]
         _first_places(compressed, offset, main.origin_turn[walk.union], main.origin_index[walk.union])
         _first_places(full, offset, main.origin_turn, main.origin_index)
         parent = _union_parents(rollout, main, full, turn, index, union_parent)
         in_walk = np.full(len(main.ids), -1, np.int64)
         in_walk[walk.union] = np.arange(len(walk.union))
-        for number, v in enumerate(views):
+        for number, branch in enumerate(views):
             here = np.flatnonzero((view == number) & (compressed >= 0))
             if not len(here):
                 continue
             place, generated = compressed[here], prefix[here]
-            agree = _common_prefix(v.ids, walk.ids)
+            agree = _common_prefix(branch.ids, walk.ids)
             diverging[here] = (place != generated) | (place > agree)
             common = np.zeros(len(here), np.int64)
-            if v.chain == MAIN_CHAIN:
+            if branch.chain == MAIN_CHAIN:
                 # Both walks keep the order of the text, so the common tokens before two places are a common prefix.
-                position = in_walk[v.union]
+                position = in_walk[branch.union]
                 before_generated = np.concatenate([[0], np.cumsum(position >= 0)])[generated]
                 common = np.minimum(before_generated, np.searchsorted(position[position >= 0], place))
             missing[here], extra[here] = generated - common, place - common
@@ -353,7 +352,7 @@ def _union_parents(
     index: np.ndarray,
     first_parent: dict[int, int],
 ) -> np.ndarray:
-    """Union row that predicts each sampled token: the entry before it, or, for a turn's first token, the last live one."""
+    """Union row that predicts each sampled token: the entry before it; for a turn's first token, the last live one."""
     first_entry = np.full(len(main.ids), -1, np.int64)
     first_entry[main.entry_position[::-1]] = np.arange(len(main.entry_position))[::-1]
     parent = np.where(full >= 0, first_entry[full] - 1, -1)

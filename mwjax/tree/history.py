@@ -111,7 +111,9 @@ def apply_edit(history: History, edit: Edit, rollout_id: str, name: str) -> None
         for lo, hi in ranges:
             where = f"{name}.{field_name}"
             if not 0 <= lo <= hi <= history.length:
-                raise TreeError(rollout_id, where, f"[{lo}, {hi}] is outside H_T, which has {history.length} tokens here")
+                raise TreeError(
+                    rollout_id, where, f"[{lo}, {hi}] is outside H_T, which has {history.length} tokens here"
+                )
             wrong = np.flatnonzero(history.live[lo:hi] != want_live)
             if not want_live and not np.isin(np.arange(lo, hi), history.document).all():
                 reason = f"[{lo}, {hi}] left at a junction that no edit explains, so its old place is unknown"

@@ -7,7 +7,7 @@ method               input                                              prefix o
 ``logittree``        one sequence per branch view                       the generation prefix
 ``naive_compressed`` ``H_comp``                                         what is left of it, plus later replacements
 ``naive_full``       ``H_T``                                            everything that was ever live before it
-``union``            ``H_T``, keys end where they are evicted           the live view, through keys that saw evicted text
+``union``            ``H_T``, keys end where they are evicted           the live view, but its keys saw evicted text
 ``sdcc``             ``H_comp``, and the trie of the views as teacher   as ``naive_compressed``
 ===================  =================================================  =============================================
 """
@@ -15,7 +15,7 @@ method               input                                              prefix o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,27 +50,36 @@ class RowShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Fragment:
-    """A piece of a row that must stay together. Positions in ``edges`` and the pairs count from its first token.
+class Teacher:
+    """SDCC's piece of a teacher row: int32 [N] as in :class:`Fragment`. ``student_pairs`` and ``teacher_pairs``, int32
+    [P], are the positions to compare, counted from the first token of either piece."""
 
-    tokens, positions, visible_until: int32 [N]; edges: arrays [E]. For SDCC ``teacher`` is the fragment of the teacher
-    row, and student_pairs, teacher_pairs (int32 [P]) say which positions are compared.
+    tokens: np.ndarray
+    positions: np.ndarray
+    visible_until: np.ndarray
+    student_pairs: np.ndarray
+    teacher_pairs: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """A piece of a row that must stay together. Positions in ``edges`` count from its first token.
+
+    tokens, positions, visible_until: int32 [N]; edges: arrays [E]; teacher: for SDCC, where there are leaves to teach.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     visible_until: np.ndarray
     edges: Edges
-    teacher: Fragment | None = None
-    student_pairs: np.ndarray | None = None
-    teacher_pairs: np.ndarray | None = None
+    teacher: Teacher | None = None
 
     @property
     def needs(self) -> tuple[int, int, int, int]:
         """What it takes of a row's capacities, in the order of :class:`RowShape`."""
-        teacher = 0 if self.teacher is None else len(self.teacher.tokens)
-        pairs = 0 if self.student_pairs is None else len(self.student_pairs)
-        return len(self.tokens), len(self.edges.parent), teacher, pairs
+        teacher = self.teacher
+        taught = (0, 0) if teacher is None else (len(teacher.tokens), len(teacher.student_pairs))
+        return len(self.tokens), len(self.edges.parent), *taught
 
 
 def fragments(
@@ -252,25 +261,21 @@ def _distillation(tree: Tree, number: int, method: str, shape: RowShape) -> list
         if len(select):
             leaves.append(select)
             paths.append(tree.views[view].ids[: int(sampled.prefix[select].max())])
-    made = []
+    made: list[Fragment] = []
     pieces = _split(paths, [len(select) for select in leaves], shape.teacher_length, shape.pairs)
     for members, trie in pieces:
         select = np.concatenate([leaves[path] for path in members])
         rows = [trie.rows_of(local, sampled.prefix[leaves[path]] - 1) for local, path in enumerate(members)]
-        teacher = Fragment(trie.tokens, trie.positions, trie.visible_until, no_edges())
+        teacher = Teacher(
+            trie.tokens,
+            trie.positions,
+            trie.visible_until,
+            student_pairs=(sampled.compressed[select] - 1).astype(np.int32),
+            teacher_pairs=np.concatenate(rows).astype(np.int32),
+        )
         # A teacher too large for one row goes into several; the task loss is taken with the first.
         base = student[0] if not made else _without_edges(student[0], int(sampled.compressed[select].max()))
-        made.append(
-            Fragment(
-                base.tokens,
-                base.positions,
-                base.visible_until,
-                base.edges,
-                teacher,
-                (sampled.compressed[select] - 1).astype(np.int32),
-                np.concatenate(rows).astype(np.int32),
-            )
-        )
+        made.append(replace(base, teacher=teacher))
     return made or student
 
 
@@ -291,12 +296,4 @@ def _merged(fragment: Fragment) -> Fragment:
         return fragment
     weight = np.bincount(inverse, edges.weight).astype(np.float32)
     kept = Edges(*(column[first] for column in edges))._replace(weight=weight)
-    return Fragment(
-        fragment.tokens,
-        fragment.positions,
-        fragment.visible_until,
-        kept,
-        fragment.teacher,
-        fragment.student_pairs,
-        fragment.teacher_pairs,
-    )
+    return replace(fragment, edges=kept)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mwjax.tree.methods import EDGE_DTYPES, Fragment, RowShape
+from mwjax.tree.methods import EDGE_DTYPES, Fragment, RowShape, Teacher
 from mwjax.tree.rows import Batch, Edges, Pairs, Rows
 
 
@@ -61,12 +61,13 @@ def collate(fragments: Sequence[Fragment], rows: Sequence[Sequence[int]], shape:
         at = edge = teacher_at = pair = 0
         for member in members:
             fragment = fragments[member]
-            _write(student, row, at, edge, fragment)
+            _write(student, row, at, fragment)
+            _write_edges(student.edges, row, edge, at, fragment.edges)
             if fragment.teacher is not None and teacher is not None and pairs is not None:
-                _write(teacher, row, teacher_at, 0, fragment.teacher)
+                _write(teacher, row, teacher_at, fragment.teacher)
                 span = slice(pair, pair + fragment.needs[3])
-                pairs.student[row, span] = fragment.student_pairs + np.int32(at)
-                pairs.teacher[row, span] = fragment.teacher_pairs + np.int32(teacher_at)
+                pairs.student[row, span] = fragment.teacher.student_pairs + np.int32(at)
+                pairs.teacher[row, span] = fragment.teacher.teacher_pairs + np.int32(teacher_at)
                 pairs.weight[row, span] = 1
             taken = fragment.needs
             at, edge, teacher_at, pair = at + taken[0], edge + taken[1], teacher_at + taken[2], pair + taken[3]
@@ -81,15 +82,18 @@ def _empty(count: int, length: int, edges: int) -> Rows:
     return Rows(np.zeros((count, length), np.int32), np.zeros((count, length), np.int32), sees_itself, padding)
 
 
-def _write(rows: Rows, row: int, at: int, edge: int, fragment: Fragment) -> None:
-    span = slice(at, at + len(fragment.tokens))
-    rows.tokens[row, span] = fragment.tokens
-    rows.positions[row, span] = fragment.positions
-    rows.visible_until[row, span] = fragment.visible_until + np.int32(at)
-    span = slice(edge, edge + len(fragment.edges.parent))
-    for column, values in zip(rows.edges, fragment.edges):
-        column[row, span] = values
-    rows.edges.parent[row, span] += np.int32(at)
+def _write(rows: Rows, row: int, at: int, piece: Fragment | Teacher) -> None:
+    span = slice(at, at + len(piece.tokens))
+    rows.tokens[row, span] = piece.tokens
+    rows.positions[row, span] = piece.positions
+    rows.visible_until[row, span] = piece.visible_until + np.int32(at)
+
+
+def _write_edges(edges: Edges, row: int, first: int, at: int, values: Edges) -> None:
+    span = slice(first, first + len(values.parent))
+    for column, new in zip(edges, values):
+        column[row, span] = new
+    edges.parent[row, span] += np.int32(at)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Edges(NamedTuple):
     temperature: np.ndarray  # float32
     rollout: np.ndarray  # int32
     turn: np.ndarray  # int32
-    index: np.ndarray  # int32
+    index: np.ndarray  # type: ignore[assignment]  # int32 (hides tuple.index, which nobody needs here)
     view: np.ndarray  # int32
 
 
@@ -53,7 +53,7 @@ class Pairs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One micro-batch of fixed shape. ``teacher`` (its edges are empty, E = 0) and ``pairs`` are None except for SDCC."""
+    """One micro-batch of fixed shape. ``teacher`` (without edges: E = 0) and ``pairs`` are None except for SDCC."""
 
     rows: Rows
     teacher: Rows | None = None

@@ -110,7 +110,9 @@ def _insert(root: _Node, path: np.ndarray, number: int) -> None:
     node.ending.append(number)
 
 
-def split_paths(lengths: np.ndarray, shared: np.ndarray, counts: np.ndarray, row_length: int, max_edges: int) -> list[slice]:
+def split_paths(
+    lengths: np.ndarray, shared: np.ndarray, counts: np.ndarray, row_length: int, max_edges: int
+) -> list[slice]:
     """Cut depth-first ordered paths into runs whose tries fit a row, repeating as little trunk as possible.
 
     lengths, shared, counts: int64 [P], each path's length, the prefix it shares with the path before it, and its edges.
