@@ -41,7 +41,7 @@ def known_keys(value: Any, known: Sequence[str], field: str) -> dict[str, Any]:
         raise RecordError(field, f"is {described(value)}, must be an object")
     for key in value:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             advice = f"did you mean {near[0]!r}?" if near else "data of your own belongs in the rollout's meta"
             raise RecordError(f"{field}.{key}" if field else str(key), f"unknown key; {advice}")
     return {key: entry for key, entry in value.items() if entry is not None}

@@ -15,6 +15,8 @@ try:
 except ImportError:  # not a POSIX system: no lock against a second writer
     fcntl = None  # type: ignore[assignment]
 
+BLOCK_BYTES = 1 << 20
+
 
 class Journal:
     """Appends whole lines to a local file.
@@ -101,7 +103,7 @@ class Journal:
         return size + 1
 
     def _last_newline(self, size: int) -> int:
-        step = 1 << 20
+        step = BLOCK_BYTES
         for start in range((size - 1) // step * step, -1, -step):
             block = os.pread(self._descriptor, min(step, size - start), start)
             if b"\n" in block:

@@ -5,15 +5,17 @@
     with Recorder("rollouts.jsonl") as recorder:
         rollout = recorder.rollout("task-7/sample-0", group="task-7")
         for step in range(steps):
-            completion, logprobs = generate(context)  # token ids in, token ids and their log-probs out
-            rollout.turn(context, completion, logprobs=logprobs)
-            context = context + completion + tool_result(completion)
             if len(context) > limit:  # white box: say what was cut and what took its place
                 rollout.edit(evicted=[(4, 10)], inserted_at=4, replacement_ids=note, author="rule", trigger="length")
                 context = context[:4] + note + context[10:]
+            completion, logprobs = generate(context)  # token ids in, token ids and their log-probs out
+            rollout.turn(context, completion, logprobs=logprobs)
+            context = context + completion + tool_result(completion)
         rollout.close(reward=1.0)
 
 Log every call of the engine with the exact ids it was sent. A harness whose edits are unknown logs its turns only.
+``evicted`` and ``restored`` count all tokens that were ever live, in order of first appearance (see ``Edit``): up to
+the first edit these are simply the places in the context.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Recorder:
 
     Safe to use from several threads; a second recorder on the same file is refused. An existing file is continued: a
     line that a crash cut short is moved to ``PATH.torn`` and reported in ``torn`` and as a warning. Rollouts still open
-    at the end, by an exception or forgotten, are not in the file: a warning and ``unfinished`` name them.
+    at the end, by an exception or forgotten, are not in the file: a warning and ``unfinished`` name them. Edits that no
+    turn followed changed no prompt and are left out: a warning and ``left_out`` count them by rollout.
     """
 
     def __init__(self, path: epath.PathLike, *, vocab_size: int | None = None) -> None:
@@ -50,6 +53,7 @@ class Recorder:
         self.path = str(path)
         self.vocab_size = vocab_size
         self.unfinished: list[str] = []
+        self.left_out: dict[str, int] = {}
         self._lock = threading.Lock()
         self._open: dict[str, OpenRollout] = {}
         self._written: set[str] = set()
@@ -79,7 +83,7 @@ class Recorder:
             return rollout
 
     def close(self) -> None:
-        """Ends the file. Names the rollouts that were never closed."""
+        """Ends the file. Warns of rollouts that were never closed and of edits that were left out."""
         with self._lock:
             if self._closed:
                 return
@@ -89,6 +93,10 @@ class Recorder:
         if self.unfinished:
             names = ", ".join(map(repr, self.unfinished))
             message = f"not in {self.path}: {len(self.unfinished)} rollout(s) that were never closed: {names}"
+            warnings.warn(message, stacklevel=2)
+        if self.left_out:
+            names = ", ".join(map(repr, self.left_out))
+            message = f"not in {self.path}: {sum(self.left_out.values())} edit(s) that no turn followed, of {names}"
             warnings.warn(message, stacklevel=2)
 
     def __enter__(self) -> Recorder:
@@ -103,12 +111,14 @@ class Recorder:
         if self._closed:
             raise RolloutFileError(f"the recorder of {self.path} is closed")
 
-    def _finish(self, id: str, line: bytes) -> None:
+    def _finish(self, id: str, line: bytes, left_out: int) -> None:
         with self._lock:
             self._check_open()
             self._journal.append(line)
             del self._open[id]
             self._written.add(id)
+            if left_out:
+                self.left_out[id] = left_out
 
 
 class OpenRollout:
@@ -207,8 +217,8 @@ class OpenRollout:
     def close(self, *, reward: float | None = None, meta: dict[str, Any] | None = None) -> Rollout:
         """Writes the rollout as one line and returns it; ``meta`` adds to what was given at the start.
 
-        An edit that no turn followed changed no prompt: it is left out, with a warning. On an error (RecordError,
-        or RolloutFileError if the disk is full) nothing is written and ``close`` may be called again.
+        On an error (RecordError, or RolloutFileError if the disk is full) nothing is written and ``close`` may be
+        called again.
         """
         with self._lock:
             self._check_open()
@@ -221,11 +231,8 @@ class OpenRollout:
                 "meta": {**self._meta, **(meta or {})},
             }
             rollout = from_json(value, vocab_size=self._recorder.vocab_size)
-            self._recorder._finish(self.id, as_line(as_object(rollout)))
+            self._recorder._finish(self.id, as_line(as_object(rollout)), len(self._edits) - len(edits))
             self._closed = True
-        if len(edits) < len(self._edits):
-            message = f"rollout {self.id!r}: left out {len(self._edits) - len(edits)} edit(s) that no turn followed"
-            warnings.warn(message, stacklevel=2)
         return rollout
 
     def _check_open(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -63,12 +64,11 @@ class RolloutFile:
         """Line number, from 1, of a rollout in the file."""
         return int(self._where[index, 0])
 
+    def __iter__(self) -> Iterator[Rollout]:
+        return (self[index] for index in range(len(self)))
+
     def __repr__(self) -> str:
         return f"RolloutFile({self.path!r}, {len(self)} rollouts)"
-
-    def line(self, index: int) -> int:
-        """The line number of a rollout, from 1, for messages."""
-        return int(self._where[index, 0])
 
     def summary(self, shown: int = 20) -> str:
         """Counts of read and refused, by field, and the first ``shown`` refusals in full."""

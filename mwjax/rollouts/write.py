@@ -87,29 +87,33 @@ def _turn(turn: Turn, field: str, shortener: Shortener | None) -> dict[str, Any]
     ids: dict[str, Any] = {"prompt_ids": prompt}
     if piece is not None and piece.extends is not None:
         ids = {"extends": piece.extends, "append_ids": piece.head}
-    rest = _changed_fields(turn, ("prompt_ids", "completion_ids", "sampling"))
+    rest = _changed_fields(turn, field, ("prompt_ids", "completion_ids", "sampling"))
     sampling = sampling_object(turn.sampling, f"{field}.sampling")
     return {**ids, "completion_ids": completion, **rest, **({"sampling": sampling} if sampling else {})}
 
 
 def sampling_object(sampling: Sampling, field: str) -> dict[str, Any]:
     _expect(sampling, Sampling, field)
-    return _changed_fields(sampling, ())
+    return _changed_fields(sampling, field, ())
 
 
 def _edit(edit: Edit, field: str) -> dict[str, Any]:
     _expect(edit, Edit, field)
-    result = {"before_turn": edit.before_turn, **_changed_fields(edit, ("before_turn", "replacement_ids"))}
+    result = {"before_turn": edit.before_turn, **_changed_fields(edit, field, ("before_turn", "replacement_ids"))}
     replacement = token_ids(edit.replacement_ids, f"{field}.replacement_ids")
     return {**result, "replacement_ids": replacement} if replacement.size else result
 
 
-def _changed_fields(value: Turn | Edit | Sampling, apart: tuple[str, ...]) -> dict[str, Any]:
+def _changed_fields(value: Turn | Edit | Sampling, where: str, apart: tuple[str, ...]) -> dict[str, Any]:
     """The fields that differ from their default, without those in ``apart``."""
     result = {}
     for field in fields(value):
         entry = getattr(value, field.name)
-        if field.name not in apart and (isinstance(entry, np.ndarray) or entry != field.default):
+        if field.name in apart or (entry is None and field.default is None):
+            continue
+        if entry is None:  # in a file null means the default, which is not what this says
+            raise RecordError(f"{where}.{field.name}", "is None; leave it out to get the default")
+        if isinstance(entry, np.ndarray) or entry != field.default:
             result[field.name] = entry
     return result
 
