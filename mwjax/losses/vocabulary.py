@@ -1,0 +1,86 @@
+"""Walk over the rows of an unembedding in chunks, so that nothing of size positions x vocabulary is ever held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Carry = TypeVar("Carry")
+
+WIDEST_CHUNK = 19_000  # vocabulary rows; 151,936 (Qwen3) falls into 8 equal chunks of 18,992
+NARROWEST_CHUNK = 2_048  # below this the matrix products get too thin to be worth it
+CHUNK_ELEMENTS = 2**27  # logits held at once by default: 512 MiB in float32
+
+# Stands for minus infinity where a column is masked; finite, so that 0 * (masked - maximum) is 0 and not NaN.
+MASKED = -1e30
+
+
+def chunk_rows(vocabulary: int, positions: int, vocab_chunk: int | None) -> int:
+    """Vocabulary rows per chunk: ``vocab_chunk`` where given, else the whole of a small vocabulary or near-equal chunks
+    of at most 19,000 rows, narrower (down to 2,048) where ``positions`` are so many that one chunk's logits would pass
+    512 MiB in float32."""
+    if vocab_chunk is not None:
+        if vocab_chunk < 1:
+            raise ValueError(f"vocab_chunk must be at least 1, or None for the default; got {vocab_chunk}")
+        return min(vocab_chunk, vocabulary)
+    widest = max(NARROWEST_CHUNK, min(WIDEST_CHUNK, CHUNK_ELEMENTS // max(positions, 1)))
+    return -(-vocabulary // -(-vocabulary // widest))
+
+
+def compute_dtype(hidden: jax.Array) -> jnp.dtype:
+    """The dtype of logits and losses: float64 for float64 hidden states, else float32."""
+    return jnp.dtype(jnp.float64 if hidden.dtype == jnp.float64 else jnp.float32)
+
+
+def gather_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """hidden [B, T, D], index int [B, N] -> [B * N, D]; an index outside its row is clipped (padding only).
+
+    Flat, because products with one leading axis are up to ten times faster than with two (XLA on CPU, measured).
+    """
+    return jnp.take_along_axis(hidden, index[..., None], axis=1, mode="clip").reshape(-1, hidden.shape[-1])
+
+
+def matmul(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Einsum that accumulates in float32 (float64 for float64 operands) whatever the operands are."""
+    accumulate = jnp.promote_types(jnp.promote_types(left.dtype, right.dtype), jnp.float32)
+    return jnp.einsum(subscripts, left, right, preferred_element_type=accumulate)
+
+
+def loop_chunks(
+    vocabulary: int, chunk: int, body: Callable[[jax.Array, jax.Array | None, Carry], Carry], carry: Carry
+) -> Carry:
+    """Fold ``body(start, fresh, carry)`` over the chunks ``start .. start + chunk`` of a vocabulary.
+
+    Where the chunk does not divide the vocabulary, the last one is moved left to end with it (no copy, no padding) and
+    ``fresh`` bool [chunk] is False for the rows an earlier chunk has covered; it is None where chunks never overlap.
+    """
+    if vocabulary % chunk == 0:
+        return jax.lax.fori_loop(0, vocabulary // chunk, lambda i, c: body(i * chunk, None, c), carry)
+
+    def step(i: jax.Array, c: Carry) -> Carry:
+        start = jnp.minimum(i * chunk, vocabulary - chunk)
+        return body(start, start + jnp.arange(chunk) >= i * chunk, c)
+
+    return jax.lax.fori_loop(0, -(-vocabulary // chunk), step, carry)
+
+
+def take_chunk(unembedding: jax.Array, start: jax.Array, chunk: int) -> jax.Array:
+    """Rows ``start .. start + chunk`` of the unembedding [V, D] -> [chunk, D]."""
+    return jax.lax.dynamic_slice_in_dim(unembedding, start, chunk, axis=0)
+
+
+def put_chunk(gradient: jax.Array, rows: jax.Array, start: jax.Array, fresh: jax.Array | None) -> jax.Array:
+    """Write the fresh ones of ``rows`` [chunk, D] into ``gradient`` [V, D] at ``start``, in place inside a loop."""
+    rows = rows.astype(gradient.dtype)
+    if fresh is not None:
+        rows = jnp.where(fresh[:, None], rows, take_chunk(gradient, start, rows.shape[0]))
+    return jax.lax.dynamic_update_slice_in_dim(gradient, rows, start, axis=0)
+
+
+def chunk_logits(positions: jax.Array, rows: jax.Array, fresh: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Logits [N, chunk] of ``positions`` [N, D] over vocabulary ``rows`` [chunk, D]; those not fresh are masked."""
+    logits = matmul("nd,vd->nv", positions, rows).astype(dtype)
+    return logits if fresh is None else jnp.where(fresh, logits, MASKED)
