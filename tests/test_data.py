@@ -136,9 +136,7 @@ def test_groups_share_their_prompt(tmp_path):
     """tests/cases/group_of_four: the prompt is computed once, 53 tokens in all."""
     prompt = np.arange(29, dtype=np.int32)
     group = [
-        rollouts.Rollout(
-            f"r{k}", (rollouts.Turn(prompt, np.arange(30 + 6 * k, 36 + 6 * k, dtype=np.int32)),), group="g"
-        )
+        rollouts.Rollout(f"r{k}", (rollouts.Turn(prompt, np.arange(30, 36, dtype=np.int32) + 6 * k),), group="g")
         for k in range(4)
     ]
     path = tmp_path / "g.jsonl"

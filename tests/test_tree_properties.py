@@ -201,7 +201,7 @@ def test_merged_edges_keep_their_weight():
     assert fragment.edges.target.tolist() == [3, 4]
 
 
-def test_restored_text_in_the_union_row_gets_a_second_entry_with_its_old_position():
+def test_restored_text_gets_a_second_entry_in_the_union_row():
     first = Turn(np.arange(1, 7, dtype=np.int32), np.array([7], np.int32))
     second = Turn(np.array([1, 2, 5, 6, 7], np.int32), np.array([8], np.int32))
     third = Turn(np.array([1, 2, 3, 4, 5, 6, 7, 8], np.int32), np.array([9], np.int32))
@@ -211,4 +211,5 @@ def test_restored_text_in_the_union_row_gets_a_second_entry_with_its_old_positio
     union = tree.unions["main"]
     assert union.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert union.entry_position.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 8]
+    assert union.entry_depth.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 2, 3, 8]
     assert union.entry_until.tolist() == [11, 11, 6, 6, 11, 11, 11, 11, 11, 11, 11]

@@ -46,13 +46,14 @@ class Junction:
 class Union:
     """``H_T`` of one chain. ids: int32 [L]. origin_turn, origin_index: int64 [L] or -1.
 
-    entry_position, entry_until: int64 [R], the union row (see :class:`mwjax.tree.history.History`).
+    entry_position, entry_depth, entry_until: int64 [R], the union row (see :class:`mwjax.tree.history.History`).
     """
 
     ids: np.ndarray
     origin_turn: np.ndarray
     origin_index: np.ndarray
     entry_position: np.ndarray
+    entry_depth: np.ndarray
     entry_until: np.ndarray
 
 
@@ -152,6 +153,7 @@ def build(rollout: Rollout) -> Tree:
         view.prompts.append(len(record.prompt_ids))
         view.ids = np.concatenate([record.prompt_ids, record.completion_ids])
         view.union = np.concatenate([view.union, positions])
+        history.settle(view.union)
     views = tuple(
         View(name, view.ids, view.union, tuple(view.turns)) for name, chain in chains.items() for view in chain.views
     )
@@ -170,6 +172,7 @@ def _close(history: History) -> Union:
         origin_turn=_join(history.origin_turn, np.int64),
         origin_index=_join(history.origin_index, np.int64),
         entry_position=_join(history.entry_position, np.int64),
+        entry_depth=_join(history.entry_depth, np.int64),
         entry_until=until,
     )
 

@@ -32,6 +32,7 @@ class History:
     live: whether a position is in the live view.
     entry_position, entry_until: the union row (MemoryWalker eq. 7). Entry e holds ``H_T`` position
     ``entry_position[e]`` and is visible to rows ``e <= i < entry_until[e]``; a restored position gets a second entry.
+    entry_depth: where each entry stood in the live view when it entered, its RoPE position ever after.
     """
 
     length: int = 0
@@ -41,6 +42,8 @@ class History:
     document: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     live: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     entry_position: list[np.ndarray] = field(default_factory=list)
+    entry_depth: list[np.ndarray] = field(default_factory=list)
+    settled: int = 0
     entries: int = 0
     entry_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     entry_ends: list[tuple[np.ndarray, int]] = field(default_factory=list)
@@ -90,6 +93,13 @@ class History:
 
     def place_last(self, positions: np.ndarray) -> None:
         self.document = np.concatenate([self.document, positions])
+
+    def settle(self, view: np.ndarray) -> None:
+        """Note where the pieces that entered since the last call stand in the live view (one call a turn)."""
+        depth = np.zeros(self.length, np.int64)
+        depth[view] = np.arange(len(view))
+        self.entry_depth += [depth[piece] for piece in self.entry_position[self.settled :]]
+        self.settled = len(self.entry_position)
 
     def last_live_entry(self) -> int:
         """The union row that predicts the next token: the latest entry that is still live."""

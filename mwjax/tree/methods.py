@@ -205,9 +205,9 @@ def _union(tree: Tree, number: int, _method: str, _shape: RowShape) -> list[Frag
     edges = sampled_edges(tree, select, sampled.union_parent[select], number)
     length = int(edges.parent.max()) + 1
     union = tree.unions[view.chain]
-    positions = union.entry_position[:length].astype(np.int32)
+    ids = union.ids[union.entry_position[:length]]
     until = np.minimum(union.entry_until[:length], length).astype(np.int32)
-    return [Fragment(union.ids[positions], positions, until, edges)]
+    return [Fragment(ids, union.entry_depth[:length].astype(np.int32), until, edges)]
 
 
 def _split_trie(trees: Sequence[Tree], numbers: Sequence[int], shape: RowShape) -> list[Fragment]:
