@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,10 +152,11 @@ def test_one_sampling_for_all_gives_each_prompt_its_own_seed() -> None:
 
 def test_shapes_in_one_bucket_share_one_program() -> None:
     assert [bucket(n, 64) for n in (1, 64, 65, 129, 193, 257, 400)] == [64, 64, 128, 192, 256, 384, 512]
-    _decode.clear_cache()
+    program: Any = _decode
+    program.clear_cache()
     for lengths, max_tokens in (((3, 9), 5), ((64, 1), 16), ((30, 30), 7)):
         generate(PARAMS, CONFIG, prompts(8, lengths), SamplingParams(max_tokens=max_tokens, temperature=0.9))
-    assert _decode._cache_size() == 1
+    assert program._cache_size() == 1
 
 
 def test_engine_stamps_its_policy_version() -> None:
