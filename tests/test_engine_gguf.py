@@ -198,13 +198,14 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
 
 
 PLAIN_ENGLISH = (
-    "The history of the city goes back to the early Middle Ages, when a small settlement of fishermen and traders grew up "
-    "beside the river. In the twelfth century a stone bridge was built, and the town received the right to hold a market "
-    "every week. Merchants came from far away to buy wool, salt and timber, and the population increased quickly. After a "
-    "great fire had destroyed most of the wooden houses, the council decided that new buildings should be made of brick. "
-    "During the following centuries the city was besieged several times, but it was never taken. In the nineteenth century "
-    "the railway arrived, and with it came factories, workers and new ideas. Today the old town is visited by many "
-    "tourists, who enjoy its narrow streets, its museums and its restaurants."
+    "The history of the city goes back to the early Middle Ages, when a small settlement of fishermen and traders "
+    "grew up beside the river. In the twelfth century a stone bridge was built, and the town received the right to "
+    "hold a market every week. Merchants came from far away to buy wool, salt and timber, and the population "
+    "increased quickly. After a great fire had destroyed most of the wooden houses, the council decided that new "
+    "buildings should be made of brick. During the following centuries the city was besieged several times, but it "
+    "was never taken. In the nineteenth century the railway arrived, and with it came factories, workers and new "
+    "ideas. Today the old town is visited by many tourists, who enjoy its narrow streets, its museums and its "
+    "restaurants."
 )
 
 
