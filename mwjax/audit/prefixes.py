@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from mwjax.tree.rows import Rows
 
 
-class Prefix(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Prefix:
     """The visible prefix of one edge: its length and the CRC-32 of its ids as little-endian int32."""
 
     rollout: int
@@ -34,8 +35,10 @@ def edge_prefixes(rows: Rows) -> Iterator[Prefix]:
         visible = visible_prefixes(rows.tokens[row], rows.visible_until[row], np.unique(parents))
         for edge, parent in zip(edges, parents):
             length, crc32 = visible[int(parent)]
-            names = (rows.edges.rollout, rows.edges.turn, rows.edges.index)
-            yield Prefix(*(int(column[row, edge]) for column in names), length, crc32)
+            rollout, turn, index = (
+                int(column[row, edge]) for column in (rows.edges.rollout, rows.edges.turn, rows.edges.index)
+            )
+            yield Prefix(rollout, turn, index, length, crc32)
 
 
 def visible_prefixes(tokens: np.ndarray, visible_until: np.ndarray, parents: np.ndarray) -> dict[int, tuple[int, int]]:
