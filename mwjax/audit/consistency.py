@@ -179,6 +179,7 @@ def summarise(
         details=counted("details"),
         side_junctions=counted("side_reasons"),
         forks_per_rollout=_share(sum(junctions.values()), len(facts)),
+        evictions=len(spans),
         evictions_per_rollout=_share(len(spans), len(facts)),
         diverging_leaves=total("diverging"),
         diverging_per_rollout=_share(total("diverging"), len(facts)),
