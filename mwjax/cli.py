@@ -19,6 +19,9 @@ DONE, SOME_REFUSED, UNUSABLE, DEFECT = 0, 1, 2, 70
 
 EXAMPLES = """\b
 Examples:
+  mwjax audit rollouts.jsonl                    is this data consistent, and what to do
+  mwjax audit rollouts.jsonl --rows train.jsonl are these training rows?
+  mwjax inspect rollouts.jsonl --limit 3        draw the trees of the first rollouts
   mwjax train configs/sft.yaml                  train as the file says
   mwjax train configs/grpo.yaml run_dir=runs/b  change options on the way
   mwjax train --keys                            every option and its default
@@ -78,6 +81,99 @@ def train(
     result = loop.run(settings)
     typer.echo(result.summary())
     raise typer.Exit(SOME_REFUSED if result.refused else DONE)
+
+
+@app.command()
+def inspect(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Rollouts, JSON Lines; .gz and .zst too.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per rollout instead of a drawing.")] = False,
+    tokens: Annotated[
+        bool,
+        typer.Option(
+            "--tokens", help="With --json: also one line per sampled token with its prefix under every method."
+        ),
+    ] = False,
+    ids: Annotated[list[str] | None, typer.Option("--id", metavar="ID", help="Only this rollout; repeatable.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many rollouts.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="tokenizer.json: show texts too.")] = None,
+) -> None:
+    """Show the tree of every rollout: views, where and why they fork, what survives."""
+    import json
+
+    from rich.console import Console
+
+    from mwjax.audit import inspect as inspection
+    from mwjax.audit.drawing import draw, legend
+    from mwjax.audit.text import decoder
+    from mwjax.rollouts.read import Refusal, summary
+
+    if tokens and not as_json:
+        raise typer.BadParameter("goes with --json", param_hint="--tokens")
+    console, decode = Console(highlight=False), None if tokenizer is None else decoder(tokenizer)
+    refused: list[Refusal] = []
+    shown: list[str] = []
+    for item in inspection.trees(file, ids=ids or (), limit=limit):
+        if isinstance(item, Refusal):
+            refused.append(item)
+        elif as_json:
+            for line in inspection.lines(item, tokens=tokens):
+                print(json.dumps(line))
+        else:
+            console.print("" if shown else legend(console))
+            draw(item, console, decode)
+        if not isinstance(item, Refusal):
+            shown.append(item.rollout.id)
+    absent = [wanted for wanted in ids or () if wanted not in shown]
+    typer.echo(
+        "\n".join([summary(len(shown), refused), *(f"{file} has no usable rollout {name!r}" for name in absent)]),
+        err=True,
+    )
+    raise typer.Exit(UNUSABLE if not shown else SOME_REFUSED if refused or absent else DONE)
+
+
+@app.command()
+def audit(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Rollouts, JSON Lines; .gz and .zst too.")],
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Your own training rows: JSON Lines with input_ids, loss_mask, rollout_id and optionally position_ids, "
+            "where a value that does not rise, such as 0, starts a new packed segment.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all figures; - is stdout.")
+    ] = None,
+    html_file: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a report as one page.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="tokenizer.json: show texts, not ids.")] = None,
+    shown: Annotated[int, typer.Option(min=0, help="How many mismatches and affected rollouts to list.")] = 5,
+    group_tries: Annotated[bool, typer.Option(help="Also measure tries over groups; holds all ids in memory.")] = True,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Exit 1 unless every loss token of the rows, or of naive_compressed without --rows, is trained under "
+            "exactly the context it was sampled under.",
+        ),
+    ] = False,
+) -> None:
+    """Is this data conditioning-consistent? What each method would train wrong, and what to do. Needs no model."""
+    from mwjax import audit as auditing
+    from mwjax.audit.output import deliver
+    from mwjax.audit.progress import reading
+
+    with reading(files) as progress:
+        result = auditing.run(
+            files, rows=rows, tokenizer=tokenizer, shown=shown, group_tries=group_tries, progress=progress
+        )
+    deliver(result, json_file=json_file, html_file=html_file)
+    if not result.usable:
+        raise typer.Exit(UNUSABLE)
+    failed = strict and not result.strictly_consistent
+    if failed:
+        typer.echo("mwjax: not consistent, and --strict was given", err=True)
+    raise typer.Exit(SOME_REFUSED if failed or result.any_refused else DONE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

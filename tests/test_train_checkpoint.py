@@ -15,9 +15,13 @@ from mwjax.train.recompiles import CompileCounter
 FINGERPRINT = {"model": "abc", "data.seed": 1, "data.paths": ["a", "b"], "optimizer.clip_norm": None}
 
 
+PARAMS = {"norm": jnp.ones(5), "inner": {"weight": jax.random.normal(jax.random.key(0), (300, 200))}}
+OPTIMIZER, DEVICE = optimizer(OptimizerConfig()), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+TEMPLATE = state.abstract(PARAMS, OPTIMIZER, DEVICE)
+
+
 def make_state() -> state.TrainState:
-    params = {"norm": jnp.ones(5), "inner": {"weight": jax.random.normal(jax.random.key(0), (300, 200))}}
-    return state.create(params, optimizer(OptimizerConfig()), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    return state.create(PARAMS, OPTIMIZER, DEVICE)
 
 
 def assert_equal(left: object, right: object) -> None:
@@ -39,7 +43,7 @@ def test_saved_states_come_back_bit_for_bit_though_training_goes_on(tmp_path: Pa
     with checkpoint.Checkpoints(tmp_path, FINGERPRINT, keep=2) as checkpoints:
         assert checkpoints.latest() == 3
         for step in (2, 3):
-            restored = checkpoints.restore(state.abstract(current), step)
+            restored = checkpoints.restore(TEMPLATE, step)
             assert isinstance(restored, state.TrainState)
             assert_equal(restored, kept[step])
         assert not (checkpoints.folder / "1").exists()
@@ -56,7 +60,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path: P
         checkpoint.Checkpoints(tmp_path, other, keep=2) as checkpoints,
         pytest.raises(checkpoint.CheckpointMismatch) as caught,
     ):
-        checkpoints.restore(state.abstract(current), 1)
+        checkpoints.restore(TEMPLATE, 1)
     message = str(caught.value)
     assert "data.seed: 1 in the checkpoint, 2 in this run" in message
     assert "loss.kl: 'not set' in the checkpoint, 0.0 in this run" in message

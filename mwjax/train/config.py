@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Method = Literal["naive_compressed", "naive_full", "logittree", "packed", "union", "sdcc"]
-Task = Literal["sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+Task = Literal["sft", "memorywalker", "memagent", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -35,10 +35,13 @@ class DataConfig(Section):
         default=2048, description="Tokens a row holds; a single view longer than this is refused."
     )
     edges_per_row: Positive | None = Field(
-        default=None, description="Loss tokens a row can hold; null: as many as row_length, which is never too few."
+        default=None, description="Loss tokens a row can hold; null: as many as row_length."
     )
     teacher_row_length: Positive | None = Field(
         default=None, description="sdcc only: tokens a teacher row holds; null: twice row_length."
+    )
+    pairs_per_row: Positive | None = Field(
+        default=None, description="sdcc only: diverging leaves a row can hold; null: as many as edges_per_row."
     )
     rows_per_microbatch: Positive = Field(
         default=1, description="Rows of one forward and backward pass, over all devices."
@@ -47,6 +50,7 @@ class DataConfig(Section):
     group_tries: bool = Field(
         default=True, description="packed only: rollouts of one group in a step share their common prompt."
     )
+    workers: Count = Field(default=0, description="Processes that build the rows; 0: threads of this one.")
     seed: int = Field(
         default=0, description="Order of the rollouts; a batch is a pure function of it, the epoch and the step."
     )
@@ -106,9 +110,9 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type of the activations; parameters, norms, softmax and losses stay float32."
     )
-    remat: Literal["none", "full"] = Field(
+    remat: Literal["none", "attention", "full"] = Field(
         default="none",
-        description="full: recompute each layer in the backward pass, which saves memory and costs time.",
+        description="What the backward pass recomputes to save memory: nothing, all of a layer but attention, or all.",
     )
 
     @model_validator(mode="after")
@@ -126,15 +130,41 @@ class SDCCConfig(Section):
 
 
 class LossConfig(Section):
-    """The task loss, on the loss tokens of any method."""
+    """The task loss, on the loss tokens of any method. Options of policy gradients are null for the recipe's own."""
 
     task: Task = Field(
-        default="sft", description="sft: cross entropy of the sampled tokens. The others are policy gradients."
+        default="sft",
+        description="sft: cross entropy of the sampled tokens. The others are published recipes of policy gradients; "
+        "memorywalker is GRPO as that paper runs it.",
     )
-    clip_low: NonNegative = Field(default=0.2, description="Ratios are clipped below at 1 - clip_low.")
-    clip_high: NonNegative = Field(default=0.28, description="Ratios are clipped above at 1 + clip_high.")
-    kl: NonNegative = Field(
-        default=0.001, description="Weight of the k3 estimate of KL to the initial weights; 0 skips that pass."
+    clip_low: Share | None = Field(default=None, description="Ratios are clipped below at 1 - this; memorywalker 0.2.")
+    clip_high: NonNegative | None = Field(
+        default=None, description="Ratios are clipped above at 1 + this; memorywalker 0.28."
+    )
+    dual_clip: Annotated[float, Field(gt=1.0)] | Literal["off"] | None = Field(
+        default=None, description="Ratios of negative advantages are cut here; off in all recipes but memagent (3)."
+    )
+    kl: NonNegative | None = Field(
+        default=None,
+        description="Weight of the KL penalty to the initial weights; 0 skips that pass; memorywalker 0.001.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="Estimator of that KL; all recipes k3 (the low-variance one)."
+    )
+    entropy: NonNegative | None = Field(default=None, description="Weight of an entropy bonus; all recipes 0.")
+    unit: Literal["rollout", "view"] | None = Field(
+        default=None,
+        description="gspo only: what a sequence's ratio is over, a whole rollout or one branch view of it.",
+    )
+    advantage: Literal["grpo", "dr_grpo", "rloo"] | None = Field(
+        default=None,
+        description="From the rewards of a group: standardised, centred, or against the mean of the others.",
+    )
+    aggregation: Literal["token_mean_global", "token_mean_group", "sequence_mean", "constant"] | None = Field(
+        default=None, description="How token losses are averaged; sft and memorywalker: mean over all loss tokens."
+    )
+    tokens_per_rollout: Positive | None = Field(
+        default=None, description="The normaliser of loss.aggregation constant (dr_grpo), times the number of rollouts."
     )
     old_logprobs: Literal["recorded", "recompute", "recompute_own_rows"] = Field(
         default="recorded",
@@ -145,6 +175,16 @@ class LossConfig(Section):
     vocab_chunk: Positive | None = Field(
         default=None, description="Vocabulary entries scored at once, smaller saves memory; null: chosen by size."
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> LossConfig:
+        if self.task == "sft":
+            names = ("clip_low", "clip_high", "dual_clip", "kl", "kl_estimator", "entropy", "unit", "advantage")
+            given = [name for name in names if getattr(self, name) is not None]
+            given += ["old_logprobs"] if self.old_logprobs != "recorded" else []
+            if given:
+                raise ValueError(f"{', '.join(given)}: without effect on task sft; remove it or choose another task")
+        return self
 
 
 class OptimizerConfig(Section):
@@ -201,4 +241,6 @@ class RunConfig(Section):
                 f"mesh.data ({self.mesh.data}) must divide data.rows_per_microbatch ({self.data.rows_per_microbatch}): "
                 "every device gets the same number of rows"
             )
+        if self.debug and self.mesh.data > 1:
+            raise ValueError("debug runs on one device: set mesh.data to 1")
         return self

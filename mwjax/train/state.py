@@ -22,16 +22,17 @@ class TrainState(NamedTuple):
 def create(params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding) -> TrainState:
     """A state before the first update, every leaf placed by ``sharding``. The state owns its arrays: the update may
     donate them, so ``params`` is copied."""
-
-    def start(params: Any) -> TrainState:
-        return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32))
-
-    return jax.jit(start, out_shardings=sharding)(params)
+    return jax.jit(lambda params: _start(params, optimizer), out_shardings=sharding)(params)
 
 
-def abstract(state: TrainState) -> TrainState:
-    """Shapes, dtypes and shardings of ``state``: the template a checkpoint is restored into."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+def abstract(params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding) -> TrainState:
+    """Shapes, dtypes and shardings of ``create``'s result: the template a checkpoint is restored into."""
+    shapes = jax.eval_shape(lambda params: _start(params, optimizer), params)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+
+
+def _start(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
 def weights_digest(params: Any) -> str:

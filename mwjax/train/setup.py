@@ -1,0 +1,206 @@
+"""From a configuration to what the loop runs on: decoder, data, loss, and what determines the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from mwjax import data, losses, model
+from mwjax.losses.advantages import Aggregation
+from mwjax.train.config import LossConfig, ModelSection, RunConfig, SmallModel
+from mwjax.train.step import StepConfig
+from mwjax.tree import RowShape
+
+# Options that change neither the order of the data nor any number beyond rounding: a run may be continued with others.
+# What paths lead to is compared by content.
+FREE_ON_RESUME = (
+    "run_dir",
+    "data.paths",
+    "data.workers",
+    "data.epochs",
+    "data.steps",
+    "model.path",
+    "model.attention",
+    "model.remat",
+    "model.sampled_the_data",
+    "model.small.tokenizer",
+    "loss.vocab_chunk",
+    "checkpoint",
+    "mesh",
+    "log_every",
+    "debug",
+)
+
+
+def decoder(config: ModelSection) -> tuple[model.ModelConfig, Any]:
+    """The decoder's configuration and float32 parameters, read from its folder or made from its seed."""
+    if config.path is not None:
+        return model.load(config.path)
+    assert config.small is not None  # the configuration has one of the two
+    shape = _small(config.small)
+    return shape, jax.jit(model.init, static_argnums=0)(shape, jax.random.key(config.small.seed))
+
+
+def _small(config: SmallModel) -> model.ModelConfig:
+    vocab_size = config.vocab_size
+    if vocab_size is None:
+        assert config.tokenizer is not None
+        vocab_size = _vocabulary(config.tokenizer)
+    return model.small_config(
+        vocab_size,
+        config.layers,
+        config.width,
+        family=config.family,
+        heads=config.heads,
+        key_value_heads=config.key_value_heads,
+        head_dim=config.head_dim,
+        feed_forward_width=config.feed_forward_width,
+        tied=config.tied,
+    )
+
+
+def _vocabulary(path: str) -> int:
+    from tokenizers import Tokenizer
+
+    try:
+        return int(Tokenizer.from_file(path).get_vocab_size())
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ValueError(f"model.small.tokenizer: {path}: cannot be read as a tokenizer.json: {error}") from error
+
+
+def describe(config: ModelSection, shape: model.ModelConfig, params: Any) -> str:
+    """The decoder in words."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    origin = config.path if config.small is None else f"random weights, seed {config.small.seed}"
+    return f"{shape.family}, {shape.layers} layers, width {shape.width}, {count:,} parameters ({origin})"
+
+
+def method(config: RunConfig) -> str:
+    """The method rows are built by. SDCC with lambda 0 is naive_compressed: the teacher is not even built."""
+    return "naive_compressed" if config.data.method == "sdcc" and config.loss.sdcc.peak == 0 else config.data.method
+
+
+def layout(config: RunConfig) -> data.Layout:
+    """How the rollouts become rows."""
+    settings = config.data
+    edges = settings.edges_per_row or settings.row_length
+    paired = method(config) == "sdcc"
+    shape = RowShape(
+        length=settings.row_length,
+        edges=edges,
+        teacher_length=(settings.teacher_row_length or 2 * settings.row_length) if paired else 0,
+        pairs=(settings.pairs_per_row or edges) if paired else 0,
+    )
+    return data.Layout(
+        method=method(config),
+        shape=shape,
+        rollouts_per_step=settings.rollouts_per_step,
+        rows_per_microbatch=settings.rows_per_microbatch,
+        group_tries=settings.group_tries,
+        # Equal edges can be joined where nothing tells them apart: no ratio, no advantage, no weight of the rollout.
+        merge=config.loss.task == "sft" and aggregation(config.loss) in ("token_mean_global", "constant"),
+    )
+
+
+def aggregation(config: LossConfig) -> Aggregation:
+    """How token losses are averaged."""
+    if config.aggregation is not None:
+        return config.aggregation
+    return "token_mean_global" if config.task == "sft" else losses.RECIPES[config.task].aggregation
+
+
+def step_source(config: RunConfig, index: data.Index) -> data.StepSource:
+    """Random access to the batches of the run. Raises LossError where rewards or options are missing."""
+    settings, kind = config.loss, aggregation(config.loss)
+    if kind == "constant" and settings.tokens_per_rollout is None:
+        raise losses.LossError("loss.tokens_per_rollout: needed by loss.aggregation constant (dr_grpo); give a number")
+    return data.StepSource(
+        index,
+        seed=config.data.seed,
+        advantages=None if settings.task == "sft" else _advantages(settings, index),
+        edge_weights=functools.partial(losses.edge_weights, kind=kind, tokens_per_rollout=settings.tokens_per_rollout),
+        process=jax.process_index(),
+        processes=jax.process_count(),
+    )
+
+
+def _advantages(config: LossConfig, index: data.Index) -> np.ndarray:
+    kind = config.advantage or losses.RECIPES[config.task].advantage
+    advantages = losses.group_advantages(index.rewards, index.groups, kind, ids=index.ids)
+    if not advantages.any():
+        raise losses.LossError(
+            f"all {len(advantages)} advantages are 0: every group holds one rollout or equal rewards, so that "
+            f"task {config.task} would learn nothing; record several rollouts per group, or set loss.task=sft"
+        )
+    return advantages
+
+
+def loss_config(config: LossConfig) -> losses.LossConfig:
+    """The loss as the step takes it: the recipe with the given options in place of its own."""
+    if config.task == "sft":
+        return losses.LossConfig("sft", vocab_chunk=config.vocab_chunk)
+    given = {
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+        "kl_coefficient": config.kl,
+        "kl_estimator": config.kl_estimator,
+        "entropy_coefficient": config.entropy,
+        "unit": config.unit,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if config.dual_clip is not None:
+        changes["dual_clip"] = None if config.dual_clip == "off" else config.dual_clip
+    recipe = losses.RECIPES[config.task].policy_gradient
+    return losses.LossConfig("policy_gradient", dataclasses.replace(recipe, **changes), config.vocab_chunk)
+
+
+def compares_with_initial(config: RunConfig) -> bool:
+    """Whether the loss needs the weights the run began with: as a reference, or for the old log-probs."""
+    if config.loss.task == "sft":
+        return False
+    return loss_config(config.loss).policy_gradient.kl_coefficient != 0 or config.loss.old_logprobs != "recorded"
+
+
+def step_config(config: RunConfig, shape: model.ModelConfig) -> StepConfig:
+    """The static choices of the step."""
+    return StepConfig(
+        model=shape,
+        loss=loss_config(config.loss),
+        sdcc=method(config) == "sdcc",
+        attention=config.model.attention,
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        scan=not config.debug,
+    )
+
+
+def fingerprint(config: RunConfig, index: data.Index, digest: str, total: int) -> dict[str, Any]:
+    """What determines the run's numbers, key by key, in JSON values. digest: of the initial weights."""
+    values = dict(_flat(config.model_dump(mode="json")))
+    kept = {key: value for key, value in values.items() if not any(_within(key, free) for free in FREE_ON_RESUME)}
+    parts = (index.rewards, index.groups, index.edges, index.sampled, index.view_tokens)
+    content = zlib.crc32(
+        "\n".join(index.ids).encode() + b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
+    )
+    kept["data (content of the rollouts)"] = f"{len(index.ids)} rollouts, {content:08x}"
+    kept["model (initial weights)"] = digest
+    if method(config) == "sdcc":  # the ramp is a share of the run
+        kept["data.steps"] = total
+    return kept
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
+    return pairs
+
+
+def _within(key: str, section: str) -> bool:
+    return key == section or key.startswith(section + ".")

@@ -1,0 +1,191 @@
+"""One optimiser step in pure functions: gradient sums over fixed-shape micro-batches, one division, one update.
+
+Each function compiles once. Rows are spread over the mesh axis ``data`` and parameters are on every device: the
+partitioner adds the sums over devices, so that nothing depends on how rows are spread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from mwjax import losses, model
+from mwjax.losses import Metrics
+from mwjax.model.attention.sharded import on_mesh
+from mwjax.train.mesh import by_rows, replicated
+from mwjax.train.state import TrainState
+from mwjax.tree import Batch, Rows
+
+Params = Any
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Static choices of a step. ``sdcc`` says whether the distillation term exists at all (False: teacher and pairs of
+    a batch are never looked at); ``dtype`` is that of the activations; the others are `model.forward`'s."""
+
+    model: model.ModelConfig
+    loss: losses.LossConfig = field(default_factory=losses.LossConfig)
+    sdcc: bool = False
+    attention: str | Callable[..., jax.Array] = "blockwise"
+    dtype: str = "float32"
+    remat: str = "none"
+    scan: bool = True
+
+
+class Total(NamedTuple):
+    """Sums over micro-batches, before any division: gradients (as the parameters), the loss's numerator, metrics."""
+
+    gradients: Params
+    numerator: jax.Array
+    metrics: Metrics
+
+
+class Step(NamedTuple):
+    """The jitted functions of a step; everything named ``params`` is replicated over the mesh.
+
+    zero() -> Total; accumulate(params, total, batch, unit_log_ratio, sdcc_lambda) -> Total (``total`` is donated);
+    apply(state, total, denominator) -> (state, scalars) (``state`` is donated); skip(state) -> state, one step on without an
+    update; score(params, rows) -> log-probs [B, E] of the edges; score_exact the same for rows of another shape.
+    """
+
+    zero: Callable[[], Total]
+    accumulate: Callable[..., Total]
+    apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    skip: Callable[[TrainState], TrainState]
+    score: Callable[[Params, Rows], jax.Array]
+    score_exact: Callable[[Params, Rows], jax.Array]
+
+
+COMPILED = ("zero", "accumulate", "apply", "skip", "score", "score_exact")
+
+
+def hidden_states(params: Params, rows: Rows, config: StepConfig) -> jax.Array:
+    """Hidden states [B, T, D] of some rows after the final norm."""
+    return model.forward(
+        params,
+        config.model,
+        jnp.asarray(rows.tokens),
+        jnp.asarray(rows.positions),
+        jnp.asarray(rows.visible_until),
+        attention=config.attention,
+        dtype=config.dtype,
+        remat=config.remat,
+        scan=config.scan,
+    )
+
+
+def loss_sums(
+    params: Params,
+    batch: Batch,
+    config: StepConfig,
+    *,
+    unit_log_ratio: jax.Array | None = None,
+    sdcc_lambda: float | jax.Array = 0.0,
+) -> tuple[jax.Array, Metrics]:
+    """The loss's numerator and the metric sums of one micro-batch; arguments as in `losses.batch_loss`.
+
+    SDCC's teacher is the same weights under a stop-gradient, on the teacher rows.
+    """
+    unembedding = model.unembedding(params, config.model)
+    teacher = None
+    if config.sdcc:
+        assert batch.teacher is not None and batch.pairs is not None  # the sdcc method builds them
+        frozen = jax.lax.stop_gradient(params)
+        hidden = hidden_states(frozen, batch.teacher, config)
+        teacher = losses.Teacher(hidden, model.unembedding(frozen, config.model), batch.pairs)
+    return losses.batch_loss(
+        hidden_states(params, batch.rows, config),
+        unembedding,
+        batch.rows.edges,
+        config.loss,
+        teacher=teacher,
+        sdcc_lambda=sdcc_lambda,
+        unit_log_ratio=unit_log_ratio,
+    )
+
+
+def gradient_sums(
+    params: Params,
+    batch: Batch,
+    config: StepConfig,
+    *,
+    unit_log_ratio: jax.Array | None = None,
+    sdcc_lambda: float | jax.Array = 0.0,
+) -> Total:
+    """Numerator, metric sums and the numerator's gradient of one micro-batch on one device."""
+
+    def loss(params: Params) -> tuple[jax.Array, Metrics]:
+        return loss_sums(params, batch, config, unit_log_ratio=unit_log_ratio, sdcc_lambda=sdcc_lambda)
+
+    (numerator, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return Total(gradients, numerator, metrics)
+
+
+def logprobs(params: Params, rows: Rows, config: StepConfig) -> jax.Array:
+    """Log-probs [B, E] of the edges' targets, at their temperature; without gradient."""
+    hidden, edges = hidden_states(params, rows, config), rows.edges
+    temperature = jnp.where(edges.weight != 0, edges.temperature, 1.0)
+    return losses.edge_logprobs(
+        hidden,
+        model.unembedding(params, config.model),
+        jnp.asarray(edges.parent),
+        jnp.asarray(edges.target),
+        temperature,
+        vocab_chunk=config.loss.vocab_chunk,
+    ).logprob
+
+
+def build(
+    config: StepConfig, optimizer: optax.GradientTransformation, mesh: Mesh, params: Params, example: Batch
+) -> Step:
+    """The step functions. ``params`` and ``example`` give shapes only (arrays or ``jax.ShapeDtypeStruct``)."""
+    if mesh.size > 1 and isinstance(config.attention, str):
+        config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
+    shapes = jax.eval_shape(lambda p, b: gradient_sums(p, b, config), params, example)
+
+    def zero() -> Total:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def accumulate(
+        params: Params, total: Total, batch: Batch, unit_log_ratio: jax.Array | None, sdcc_lambda: jax.Array
+    ) -> Total:
+        fresh = gradient_sums(params, batch, config, unit_log_ratio=unit_log_ratio, sdcc_lambda=sdcc_lambda)
+        return Total(
+            jax.tree.map(jnp.add, total.gradients, fresh.gradients),
+            total.numerator + fresh.numerator,
+            losses.combine(total.metrics, fresh.metrics),
+        )
+
+    def apply(state: TrainState, total: Total, denominator: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        gradients = jax.tree.map(lambda leaf: (leaf / denominator).astype(leaf.dtype), total.gradients)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        scalars = {"loss": total.numerator / denominator, "gradient_norm": optax.global_norm(gradients)}
+        return TrainState(params, opt_state, state.step + 1), scalars
+
+    def skip(state: TrainState) -> TrainState:
+        return state._replace(step=state.step + 1)
+
+    def score(params: Params, rows: Rows) -> jax.Array:
+        return logprobs(params, rows, config)
+
+    def score_exact(params: Params, rows: Rows) -> jax.Array:
+        return logprobs(params, rows, config)
+
+    everywhere = replicated(mesh)
+    return Step(
+        jax.jit(zero, out_shardings=everywhere),
+        jax.jit(accumulate, donate_argnums=1, out_shardings=everywhere),
+        jax.jit(apply, donate_argnums=0, out_shardings=everywhere),
+        jax.jit(skip, donate_argnums=0, out_shardings=everywhere),
+        jax.jit(score, out_shardings=by_rows(mesh)),
+        jax.jit(score_exact, out_shardings=by_rows(mesh)),
+    )
