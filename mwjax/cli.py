@@ -138,7 +138,7 @@ def audit(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Your own training rows: JSON Lines with input_ids, loss_mask, rollout_id and optionally position_ids, "
+            help="Your own training rows: JSON Lines with input_ids, loss_mask, rollout_id, optionally position_ids, "
             "where a value that does not rise, such as 0, starts a new packed segment.",
         ),
     ] = None,

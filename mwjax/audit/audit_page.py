@@ -99,7 +99,7 @@ def _wrong_share_figure(result: AuditResult) -> Figure:
     axes.set_xlim(0, max(*shares, *common, 1) * 1.15)
     axes.set_xlabel("wrong prefix, %")
     axes.grid(axis="x")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8, frameon=False)
     return fig
 
 
@@ -127,12 +127,12 @@ def _sizes_figure(methods: list[MethodAudit]) -> Figure:
         step = max(1, -(-bins // 7))
         ticks = np.arange(0, bins, step)
         axes.set_xticks(ticks, [_bin_name(int(tick)) for tick in ticks], fontsize=8)
-        axes.set_title(found.method)
+        axes.set_title(found.method, loc="left", fontsize=9)
         axes.set_xlabel("tokens")
         axes.grid(axis="y")
         axes.tick_params(length=0)
     panels[0].set_ylabel("loss tokens")
-    panels[0].legend(fontsize=8)
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1), fontsize=8, frameon=False)
     return fig
 
 

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from mwjax.audit.prefixes import Prefix, edge_prefixes, visible_prefixes
+from mwjax.rollouts.read import Refusal, iterate
 from mwjax.rollouts.record import MAIN_CHAIN
-from mwjax.tree import METHODS, Batch, RowShape, Tree, build_trie, collate, fragments, pack
+from mwjax.tree import METHODS, Batch, RowShape, Tree, TreeError, build, build_trie, collate, fragments, pack
+
+
+def trees(path: epath.PathLike, *, ids: Sequence[str] = (), limit: int | None = None) -> Iterator[Tree | Refusal]:
+    """The trees of a rollout file in file order, and a refusal for every line that gives none.
+
+    ids: only these rollouts, if any are named. limit: stop after so many trees.
+
+    Raises:
+        RolloutFileError: the file cannot be read at all.
+    """
+    wanted, count = set(ids), 0
+    for line, item in iterate(path):
+        if count == limit:
+            return
+        if isinstance(item, Refusal):
+            yield item
+        elif not wanted or item.id in wanted:
+            try:
+                yield build(item)
+                count += 1
+            except TreeError as error:
+                yield Refusal(str(path), line, error.field, error.reason)
 
 
 def trie_tokens(trees: list[Tree]) -> int:
@@ -36,6 +60,13 @@ def summary(tree: Tree) -> dict[str, Any]:
             if junction.chain == MAIN_CHAIN
         ],
     }
+
+
+def lines(tree: Tree, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
+    """The objects ``mwjax inspect --json`` writes for a rollout, with ``tokens`` one per sampled token too."""
+    yield summary(tree)
+    if tokens:
+        yield from token_lines(tree)
 
 
 def token_lines(tree: Tree) -> Iterator[dict[str, Any]]:

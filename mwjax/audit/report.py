@@ -123,13 +123,10 @@ def new_figure(width: float = 7.0, height: float = 2.6, panels: int = 1) -> tupl
         "axes.edgecolor": LINE,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "axes.titlesize": 10,
-        "axes.titlelocation": "left",
         "axes.axisbelow": True,
         "xtick.color": MUTED,
         "ytick.color": INK,
         "grid.color": LINE,
-        "legend.frameon": False,
     }
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(width, height), layout="constrained")

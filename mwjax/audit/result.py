@@ -177,6 +177,16 @@ class AuditResult:
         return next(found for found in self.methods if found.method == name)
 
     @property
+    def usable(self) -> bool:
+        """Something was audited: at least one rollout, and at least one of the user's rows if there are any."""
+        return self.rollouts > 0 and (self.rows is None or self.rows.rows > 0)
+
+    @property
+    def any_refused(self) -> bool:
+        """Some input was refused."""
+        return bool(self.refused) or (self.rows is not None and bool(self.rows.refused))
+
+    @property
     def strictly_consistent(self) -> bool:
         """What ``--strict`` asks: the user's rows if given, otherwise plain training on the last context."""
         return self.method("naive_compressed").wrong == 0 if self.rows is None else self.rows.consistent

@@ -54,7 +54,7 @@ def rows_audit(
         position_gaps=total("position_gaps"),
         double=total("double"),
         surplus=total("surplus"),
-        never=total("never"),
+        never=never,
         unnamed_rollouts=len(unnamed),
         unnamed_tokens=sum(unnamed),
         ignored_keys=rows.ignored_keys,

@@ -1,0 +1,40 @@
+"""Where an audit goes: the terminal, and files if asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from etils import epath
+from rich.console import Console
+
+from mwjax.audit.audit_page import audit_html
+from mwjax.audit.result import AuditResult, to_json
+from mwjax.audit.terminal import show
+from mwjax.rollouts.read import summary
+from mwjax.rollouts.storage import replacing
+
+
+def deliver(
+    result: AuditResult, *, json_file: epath.PathLike | None = None, html_file: epath.PathLike | None = None
+) -> None:
+    """Print the audit, refusals on stderr, and write it as JSON (``-`` prints that instead) and as an HTML page.
+
+    Raises:
+        RolloutFileError: a file cannot be written.
+    """
+    print(summary(result.rollouts, list(result.refused)), file=sys.stderr)
+    if result.rows is not None:
+        read = summary(result.rows.rows, list(result.rows.refused)).replace("rollout", "training row", 1)
+        print(read, file=sys.stderr)
+    text = json.dumps(to_json(result), indent=1, allow_nan=False) + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+    elif result.usable:
+        show(result, Console(highlight=False))
+    if json_file is not None and json_file != "-":
+        with replacing(json_file) as out:
+            out.write(text.encode())
+    if html_file is not None:
+        with replacing(html_file) as out:
+            out.write(audit_html(result).encode())

@@ -1,0 +1,44 @@
+"""A progress bar on stderr while rollout files are read; nothing where stderr is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from etils import epath
+from rich.console import Console
+from rich.progress import Progress
+
+from mwjax.rollouts.errors import file_error
+from mwjax.rollouts.lines import is_compressed
+
+
+@contextlib.contextmanager
+def reading(paths: Sequence[epath.PathLike]) -> Iterator[Callable[[str, int], None]]:
+    """The callback that :func:`mwjax.audit.run` takes as ``progress``.
+
+    Raises:
+        RolloutFileError: a file cannot be opened.
+    """
+    sizes = {str(path): _size(path) for path in paths}
+    console = Console(stderr=True)
+    done = dict.fromkeys(sizes, 0)
+    known = [size for size in sizes.values() if size is not None]
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("auditing", total=sum(known) if len(known) == len(sizes) else None)
+
+        def advance(file: str, so_far: int) -> None:
+            bar.advance(task, so_far - done[file])
+            done[file] = so_far
+
+        yield advance
+
+
+def _size(path: epath.PathLike) -> int | None:
+    """Bytes of a plain file; None where the progress cannot be told from them."""
+    if is_compressed(path):
+        return None
+    try:
+        return epath.Path(path).expanduser().stat().length
+    except OSError as error:
+        raise file_error("read", path, error) from error
