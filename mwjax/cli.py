@@ -100,16 +100,15 @@ def inspect(
     """Show the tree of every rollout: views, where and why they fork, what survives."""
     import json
 
-    from rich.console import Console
-
     from mwjax.audit import inspect as inspection
     from mwjax.audit.drawing import draw, legend
+    from mwjax.audit.output import terminal
     from mwjax.audit.text import decoder
     from mwjax.rollouts.read import Refusal, summary
 
     if tokens and not as_json:
         raise typer.BadParameter("goes with --json", param_hint="--tokens")
-    console, decode = Console(highlight=False), None if tokenizer is None else decoder(tokenizer)
+    console, decode = terminal(), None if tokenizer is None else decoder(tokenizer)
     refused: list[Refusal] = []
     shown: list[str] = []
     for item in inspection.trees(file, ids=ids or (), limit=limit):

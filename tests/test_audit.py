@@ -34,7 +34,7 @@ def numbers(result: audit.AuditResult, method: str) -> tuple:
 
 
 def test_running_example():
-    """In H_comp y6 y7 lack y5, y9 y10 lack y8, y12 lacks y11; in H_T y8-y10 see one too many, y11 y12 two, y13 three."""
+    """In H_comp y6 y7 lack y5, y9 y10 lack y8, y12 lacks y11; H_T adds 1 to y8-y10, 2 to y11 y12, 3 to y13."""
     result = audit.run(of_case("running_example"))
     assert numbers(result, "packed") == numbers(result, "logittree") == (13, 0, 0, None, 0, None, 0)
     assert numbers(result, "naive_compressed") == numbers(result, "sdcc") == (10, 3, 5, 1, 1, 0, 0)

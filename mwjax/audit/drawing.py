@@ -43,7 +43,8 @@ def legend(console: Console) -> Text:
 def draw(tree: Tree, console: Console, decode: Decode | None = None) -> None:
     """Print one rollout. With ``decode``, also what was sampled, evicted and inserted, as text."""
     for line in _lines(tree, console, decode):
-        console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+        # What is cut off ends in an ellipsis, which ASCII lacks.
+        console.print(line, no_wrap=True, overflow="crop" if _ascii(console) else "ellipsis")
 
 
 def _lines(tree: Tree, console: Console, decode: Decode | None) -> Iterator[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 
@@ -13,6 +14,13 @@ from mwjax.audit.result import AuditResult, to_json
 from mwjax.audit.terminal import show
 from mwjax.rollouts.read import summary
 from mwjax.rollouts.storage import replacing
+
+
+def terminal() -> Console:
+    """The console for results. Text that the terminal's encoding lacks is written escaped instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console(highlight=False)
 
 
 def deliver(
@@ -31,7 +39,7 @@ def deliver(
     if json_file == "-":
         sys.stdout.write(text)
     elif result.usable:
-        show(result, Console(highlight=False))
+        show(result, terminal())
     if json_file is not None and json_file != "-":
         with replacing(json_file) as out:
             out.write(text.encode())
