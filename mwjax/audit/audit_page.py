@@ -31,7 +31,7 @@ def audit_html(result: AuditResult) -> str:
     if result.rows is not None:
         sections = [*_rows_sections(result.rows), Section("The rollouts", sections[0].body)]
     methods = report.figure(
-        _wrong_share_figure(result), "Loss tokens whose training prefix is not the one they were sampled under."
+        wrong_share_figure(result), "Loss tokens whose training prefix is not the one they were sampled under."
     )
     methods += report.table(METHOD_HEADERS, method_rows(result))
     methods += report.paragraph(METHOD_LEGEND.format(common=result.common_survivors), "note")
@@ -40,7 +40,7 @@ def audit_html(result: AuditResult) -> str:
     wrong = [found for name in ("naive_compressed", "naive_full") if (found := result.method(name)).wrong]
     if wrong:
         caption = "Loss tokens with a wrong prefix, by how many tokens it lacks (missing) and has too many (extra)."
-        sections.append(Section("How wrong the prefixes are", report.figure(_sizes_figure(wrong), caption)))
+        sections.append(Section("How wrong the prefixes are", report.figure(sizes_figure(wrong), caption)))
     contexts = report.facts(context_facts(result))
     if result.junctions:
         caption = "Where the main chain's prompt stops continuing what was there, by what happened."
@@ -77,7 +77,8 @@ def _rows_sections(rows: RowsAudit) -> list[Section]:
     return sections
 
 
-def _wrong_share_figure(result: AuditResult) -> Figure:
+def wrong_share_figure(result: AuditResult) -> Figure:
+    """Share of loss tokens with a wrong prefix, by method."""
     fig, (axes,) = report.new_figure(height=2.4)
     methods = result.methods[::-1]
     place = np.arange(len(methods))
@@ -115,7 +116,8 @@ def _junctions_figure(junctions: dict[str, int]) -> Figure:
     return fig
 
 
-def _sizes_figure(methods: list[MethodAudit]) -> Figure:
+def sizes_figure(methods: list[MethodAudit]) -> Figure:
+    """How many tokens the wrong prefixes lack and have too many, one panel a method."""
     fig, panels = report.new_figure(height=2.4, panels=len(methods))
     for axes, found in zip(panels, methods):
         bins = max(len(found.missing_histogram), len(found.extra_histogram))
