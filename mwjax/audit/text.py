@@ -24,7 +24,7 @@ def decoder(tokenizer: Any | None) -> Decode:
         RolloutFileError, ValueError: the file cannot be read or is no tokenizer.
     """
     if tokenizer is None:
-        return lambda ids: "[" + " ".join(str(int(token)) for token in ids) + "]" if len(ids) else "[]"
+        return lambda ids: "[" + " ".join(str(int(token)) for token in ids) + "]"
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = _load(tokenizer)
     keeps_special = hasattr(tokenizer, "id_to_token")
@@ -59,10 +59,5 @@ def _one_line(text: str) -> str:
 
 
 def head(decode: Decode, ids: np.ndarray, count: int = 12) -> str:
-    """The first ``count`` ids."""
-    return decode(ids[:count]) + (" ..." if len(ids) > count else "")
-
-
-def tail(decode: Decode, ids: np.ndarray, count: int = 12) -> str:
-    """The last ``count`` ids."""
-    return ("... " if len(ids) > count else "") + decode(ids[max(len(ids) - count, 0) :])
+    """The first ``count`` ids; empty where there are none."""
+    return "" if not len(ids) else decode(ids[:count]) + (" ..." if len(ids) > count else "")
