@@ -59,18 +59,17 @@ def decode_step(
     visible_until = jnp.full((tokens.shape[0], length), length, jnp.int32)
     backend = "oracle" if tokens.shape[1] <= DENSE_TOKENS else "blockwise"
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, layer: Cache) -> tuple[jax.Array, Cache]:
-        keys = layer.key.at[rows, slots].set(key.astype(layer.key.dtype), mode="drop")
-        values = layer.value.at[rows, slots].set(value.astype(layer.value.dtype), mode="drop")
-        mixed = attend_tree(
-            query,
-            keys.astype(query.dtype),
-            values.astype(query.dtype),
-            visible_until,
-            query_index=positions,
-            backend=backend,
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, cache: Cache, layer: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        # The whole cache is carried through the layers and written in place: as a scanned input it would be copied.
+        cache = Cache(
+            cache.key.at[layer, rows, slots].set(key.astype(cache.key.dtype), mode="drop"),
+            cache.value.at[layer, rows, slots].set(value.astype(cache.value.dtype), mode="drop"),
         )
-        return mixed, Cache(keys, values)
+        keys, values = cache.key[layer].astype(query.dtype), cache.value[layer].astype(query.dtype)
+        mixed = attend_tree(query, keys, values, visible_until, query_index=positions, backend=backend)
+        return mixed, cache
 
     hidden, cache = run_layers(params, config, tokens, jnp.maximum(positions, 0), attend, cache, dtype=dtype, scan=scan)
     return jnp.where((positions >= length)[..., None], jnp.nan, hidden), cache

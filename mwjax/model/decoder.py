@@ -104,7 +104,7 @@ def forward(
         attention = partial(attend_tree, backend=attention)
     mix = attention
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, _: Any) -> tuple[jax.Array, None]:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> tuple[jax.Array, None]:
         return mix(query, key, value, visible_until), None
 
     return run_layers(params, config, tokens, positions, attend, None, dtype=dtype, remat=remat, scan=scan)[0]
@@ -116,34 +116,32 @@ def run_layers(
     tokens: jax.Array,
     positions: jax.Array,
     attend: Callable[..., tuple[jax.Array, Any]],
-    per_layer: Any,
+    state: Any,
     *,
     dtype: Any,
     remat: str = "none",
     scan: bool = True,
 ) -> tuple[jax.Array, Any]:
-    """Embed, run every layer, norm. ``attend(query, key, value, x)`` gets slice l of the pytree ``per_layer`` in layer
-    l and returns (mixed values, y); the y's come back stacked on axis 0 beside the hidden states."""
+    """Embed, run every layer, norm: (hidden states, state). ``attend(query, key, value, state, layer)`` returns the
+    mixed values and the new state, a pytree that is handed from layer to layer."""
     decoder: Decoder = nnx.merge(_structure(config)[0], params)
     layer_definition, layer_params = nnx.split(decoder.layers)
     angles = rotations(config, positions, jnp.promote_types(dtype, jnp.float32))
 
-    def run_layer(x: jax.Array, inputs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-        layer: Layer = nnx.merge(layer_definition, inputs[0])
-        return layer(x, angles, lambda query, key, value: attend(query, key, value, inputs[1]))
+    def run_layer(carry: tuple[jax.Array, Any], inputs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+        (x, state), (weights, number) = carry, inputs
+        layer: Layer = nnx.merge(layer_definition, weights)
+        return layer(x, angles, lambda query, key, value: attend(query, key, value, state, number)), None
 
     step = _rematerialise(run_layer, remat)
-    inputs = (nnx.to_pure_dict(layer_params), per_layer)
-    x = decoder.embedding[...][tokens].astype(dtype)
+    inputs = (nnx.to_pure_dict(layer_params), jnp.arange(config.layers, dtype=jnp.int32))
+    carry = (decoder.embedding[...][tokens].astype(dtype), state)
     if scan:
-        x, outputs = jax.lax.scan(step, x, inputs)
+        carry, _ = jax.lax.scan(step, carry, inputs)
     else:
-        collected = []
-        for layer in range(config.layers):
-            x, y = step(x, jax.tree.map(lambda leaf, layer=layer: leaf[layer], inputs))
-            collected.append(y)
-        outputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
-    return decoder.norm(x), outputs
+        for number in range(config.layers):
+            carry, _ = step(carry, jax.tree.map(lambda leaf, number=number: leaf[number], inputs))
+    return decoder.norm(carry[0]), carry[1]
 
 
 def _rematerialise(run_layer: Callable[..., Any], remat: str) -> Callable[..., Any]:

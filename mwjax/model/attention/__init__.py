@@ -29,7 +29,7 @@ def attend(
       visible_until: int32 [B, S], end of each key's subtree.
       query_index: int32 [B, T], the index of every query row on the key axis; ``arange(T)`` when None (then T == S). A
         negative index sees nothing.
-      backend: "blockwise" (any device; memory linear in T) or "oracle" (dense, for tests).
+      backend: "blockwise" (any device; memory linear in T) or "oracle" (dense: T x S scores, for tests).
 
     Returns:
       [B, T, Hq, D] in the query's dtype; softmax and sums are float32 (float64 for float64 inputs). A row that sees no

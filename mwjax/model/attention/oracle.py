@@ -1,4 +1,4 @@
-"""Dense attention with an explicit mask: what the other backends are tested against. Holds T x S; tests only."""
+"""Dense attention with an explicit mask. Holds T x S scores: for tests, and for the few rows of a decoding step."""
 
 from __future__ import annotations
 
