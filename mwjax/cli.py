@@ -19,6 +19,7 @@ DONE, SOME_REFUSED, UNUSABLE, DEFECT = 0, 1, 2, 70
 
 EXAMPLES = """\b
 Examples:
+  mwjax quickstart                              all of it on shipped rollouts, in two minutes
   mwjax audit rollouts.jsonl                    is this data consistent, and what to do
   mwjax audit rollouts.jsonl --rows train.jsonl are these training rows?
   mwjax inspect rollouts.jsonl --limit 3        draw the trees of the first rollouts
@@ -57,6 +58,38 @@ def common(
 ) -> None:
     if show_traceback:
         os.environ["MWJAX_TRACEBACK"] = "1"
+
+
+QUICKSTART_EXAMPLES = """\b
+Examples:
+  mwjax quickstart                              into runs/quickstart; the same command again goes on there
+  mwjax quickstart --fresh --run-dir runs/q2    anew, somewhere else
+  mwjax quickstart --no-model --steps 8         without the pretrained model, and shorter
+"""
+
+
+@app.command(epilog=QUICKSTART_EXAMPLES)
+def quickstart(
+    run_dir: Annotated[str, typer.Option(metavar="DIR", help="Where everything is written.")] = "runs/quickstart",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each of the two training runs.")] = 24,
+    no_model: Annotated[
+        bool, typer.Option("--no-model", help="Leave out what needs the pretrained model: logdiff is then N/A.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Remove what an earlier quickstart left in DIR first.")
+    ] = False,
+) -> None:
+    """Audit real rollouts, score them with the model that sampled them, train on them with two methods, and report."""
+    from rich.console import Console
+
+    from mwjax.quickstart import run, summary
+
+    found = run.run(run_dir, steps=steps, with_model=not no_model, fresh=fresh)
+    if found.stopped:
+        typer.echo("stopped; the same command continues", err=True)
+    else:
+        summary.show(found, Console(highlight=False))
+    raise typer.Exit(SOME_REFUSED if found.refused else DONE)
 
 
 @app.command()

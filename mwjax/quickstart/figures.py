@@ -1,0 +1,160 @@
+"""The quickstart's figures: a rollout's tree, logdiff per method, the loss of the two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mwjax.audit.logdiff import LogDiff
+from mwjax.audit.report import BLUE, GREEN, INK, MUTED, ORANGE, RED, new_figure
+from mwjax.rollouts.record import MAIN_CHAIN
+from mwjax.tree import EXACT_METHODS, Junction, Tree, View
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH = 8.6
+CONTEXT, OBSERVED, SAMPLED, WRITTEN = range(4)
+KINDS = (
+    ("#d3d9df", "context carried over"),
+    ("#a9b4bf", "new: prompt, tool result"),
+    (BLUE, "sampled here"),
+    (ORANGE, "put in by the edit"),
+)
+# Differences outside this range are shown at its ends: below, float32 cannot tell them from 0.
+SMALLEST, LARGEST = 1e-7, 100.0
+
+
+def method_color(method: str) -> str:
+    """Blue where the training prefix is the generation prefix, red elsewhere."""
+    return BLUE if method in EXACT_METHODS else RED
+
+
+def rollout_tree(tree: Tree) -> Figure:
+    """The branch views of ``main`` as bars, one below the other: what was sampled in each, where the next one forks
+    off, and what an edit then took away."""
+    from matplotlib.patches import Patch
+
+    views = [view for view in tree.views if view.chain == MAIN_CHAIN]
+    forks = [junction for junction in tree.junctions if junction.chain == MAIN_CHAIN]
+    longest = max(len(view.ids) for view in views)
+    fig, (axes,) = new_figure(WIDTH, 0.7 * len(views) + 0.9)
+    for row, view in enumerate(views):
+        before = views[row - 1] if row else None
+        _draw_view(axes, _kinds(tree, view, before), -row)
+        if row + 1 < len(views):
+            _draw_evicted(axes, ~np.isin(view.union, views[row + 1].union), -row)
+        words = f"{len(view.ids)} tokens"
+        axes.annotate(words, (len(view.ids), -row), (6, 0), textcoords="offset points", va="center", color=MUTED)
+    for row, fork in enumerate(forks):
+        _draw_fork(axes, fork, -row, longest)
+    axes.set_yticks([-row for row in range(len(views))], [_turns(view) for view in views])
+    axes.set_xlim(0, longest * 1.1)
+    axes.set_ylim(-len(views) + 0.6, 0.4)
+    axes.set_xlabel("position in the context the model saw, tokens")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    handles = [Patch(fc=color, label=name) for color, name in KINDS]
+    handles.append(Patch(fc="white", ec=RED, hatch="/////", label="evicted by the next edit"))
+    fig.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8.5)
+    return fig
+
+
+def _kinds(tree: Tree, view: View, before: View | None) -> np.ndarray:
+    """What every token of a view is, as an index into ``KINDS``: int64 [N]."""
+    sampled, number = tree.sampled, next(k for k, other in enumerate(tree.views) if other is view)
+    kinds = np.full(len(view.ids), OBSERVED)
+    if before is not None:
+        carried = np.isin(view.union, before.union)
+        kinds[carried] = CONTEXT
+        # What stands between carried tokens was put there by the edit; what follows the last one came with the turn.
+        last = int(np.flatnonzero(carried)[-1]) if carried.any() else 0
+        kinds[:last][~carried[:last]] = WRITTEN
+    kinds[sampled.prefix[sampled.view == number]] = SAMPLED
+    return kinds
+
+
+def _draw_view(axes: Any, kinds: np.ndarray, y: float) -> None:
+    for lo, hi in runs(kinds):
+        axes.barh(y, hi - lo, 0.4, lo, color=KINDS[kinds[lo]][0])
+
+
+def _draw_evicted(axes: Any, gone: np.ndarray, y: float) -> None:
+    for lo, hi in runs(gone):
+        if gone[lo]:
+            axes.barh(y, hi - lo, 0.46, lo, color="none", edgecolor=RED, hatch="/////", linewidth=0.9)
+
+
+def _draw_fork(axes: Any, fork: Junction, y: float, longest: int) -> None:
+    axes.plot([fork.at, fork.at], [y - 0.25, y - 0.78], color=INK, lw=1.3, solid_capstyle="butt")
+    changes = f"{fork.evicted} tokens out, {fork.inserted} in"
+    words = f"turn {fork.turn}, {(fork.detail or fork.reason).replace('_', ' ')}: {changes}"
+    right = fork.at > 0.6 * longest
+    axes.annotate(
+        words,
+        (fork.at, y - 0.5),
+        (-5 if right else 5, 0),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="center",
+        fontsize=8,
+        color=INK,
+    )
+
+
+def runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """Half-open ranges of equal neighbours."""
+    if not len(values):
+        return []
+    cuts = (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()
+    return list(zip([0, *cuts], [*cuts, len(values)]))
+
+
+def _turns(view: View) -> str:
+    first, last = view.turns[0], view.turns[-1]
+    return f"turn {first}" if first == last else f"turns {first} to {last}"
+
+
+def logdiff_histograms(results: Sequence[LogDiff]) -> Figure:
+    """Per method, how many loss tokens have which |log p_train - log p_rollout|, on a logarithmic axis."""
+    fig, (axes,) = new_figure(WIDTH, 0.62 * len(results) + 0.7)
+    bins = np.geomspace(SMALLEST, LARGEST, 55)
+    for row, result in enumerate(results):
+        counts = np.histogram(np.clip(np.abs(result.signed), SMALLEST, LARGEST), bins)[0]
+        height = 0.8 * counts / max(int(counts.max()), 1)
+        axes.stairs(height - row, bins, baseline=-row, fill=True, color=method_color(result.method))
+        axes.axhline(-row, color=MUTED, lw=0.6)
+        if result.mean is not None:
+            words = f"mean {result.mean:.2g}   max {result.max_token:.2g}"
+            axes.text(LARGEST * 2, 0.3 - row, words, color=INK, fontsize=8.5, va="center")
+    axes.set_xscale("log")
+    decades = np.arange(-7, 3)
+    axes.set_xticks(10.0**decades, ["0 to 1e-7", *(f"{10.0**decade:.4g}" for decade in decades[1:])])
+    axes.set_xlim(SMALLEST, LARGEST)
+    axes.set_ylim(1 - len(results) - 0.02, 0.9)
+    axes.set_yticks([0.3 - row for row in range(len(results))], [result.method for result in results])
+    axes.set_xlabel("|log p in the training row - log p recorded by the engine|, nats")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.minorticks_off()
+    return fig
+
+
+def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
+    """Loss over steps, one line per method."""
+    fig, (axes,) = new_figure(WIDTH, 2.6)
+    for (method, points), color in zip(curves.items(), (BLUE, RED, GREEN, ORANGE)):
+        if points:
+            axes.plot(*_columns(points), color=color, lw=1.8, label=method)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(axis="y")
+    axes.legend(frameon=False)
+    return fig
+
+
+def _columns(points: Iterable[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    steps, losses = zip(*points)
+    return list(steps), list(losses)
