@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -96,6 +97,12 @@ def test_page_is_self_contained_and_links_to_the_runs(finished: Quickstart) -> N
         assert f"**{name}**" in card
 
 
+def test_a_run_of_another_configuration_is_not_continued(data: Path, finished: Quickstart) -> None:
+    other = dataclasses.replace(SMALL, learning_rate=1.0)
+    with pytest.raises(ValueError, match=r"(?s)learning_rate.*--fresh"):
+        training.train(other, str(data), "packed", finished.run_dir)
+
+
 def test_again_is_finished_and_fresh_starts_anew(data: Path, finished: Quickstart) -> None:
     before = metrics_log.read(finished.runs[0].run_dir)
     again = run(finished.run_dir, data=data, small=SMALL, with_model=False, stages=quiet()[0])
@@ -103,14 +110,6 @@ def test_again_is_finished_and_fresh_starts_anew(data: Path, finished: Quickstar
     (finished.run_dir / "mine.txt").write_text("kept")
     clean(finished.run_dir)
     assert [path.name for path in finished.run_dir.iterdir()] == ["mine.txt"]
-
-
-def test_a_run_of_another_configuration_is_not_continued(data: Path, tmp_path: Path) -> None:
-    training.train(SMALL, str(data), "packed", epath.Path(tmp_path))
-    other = training.Training(SMALL.model, steps=2, edges_per_row=320, learning_rate=1.0)
-    with pytest.raises(ValueError, match="learning_rate.*--fresh") as error:
-        training.train(other, str(data), "packed", epath.Path(tmp_path))
-    assert "learning_rate" in str(error.value)
 
 
 def trees() -> tuple[Tree, ...]:
