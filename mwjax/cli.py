@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -212,10 +212,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit status."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="mwjax")
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # click met it first and left with status 1
+            _reader_left()
+        raise
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output left, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(DONE)
+        if isinstance(error, BrokenPipeError):
+            _reader_left()
         if not _by_the_user(error):
             traceback.print_exception(error)
             sys.exit(DEFECT)
@@ -226,6 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         traceback.print_exception(error)
         sys.exit(DEFECT)
+
+
+def _reader_left() -> NoReturn:
+    """Whoever read our output has seen enough, as `head` does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(DONE)
 
 
 def _by_the_user(error: Exception) -> bool:

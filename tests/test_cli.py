@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,3 +70,18 @@ def test_a_defect_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_all_options_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert status("train", "--keys") == 0
     assert "optimizer.learning_rate = 1.0e-06" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json", "--tokens")])
+def test_a_reader_that_leaves_early_is_no_failure(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    turn = {"prompt_ids": list(range(1, 99)), "completion_ids": list(range(200))}
+    rollouts = tmp_path / "rollouts.jsonl"
+    rollouts.write_text("".join(json.dumps({"id": f"r{k}", "turns": [turn]}) + "\n" for k in range(20)))
+    command = [sys.executable, "-m", "mwjax", "inspect", str(rollouts), *arguments]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
