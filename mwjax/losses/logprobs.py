@@ -46,7 +46,8 @@ def edge_logprobs(
     backward pass recomputes a chunk's logits, so nothing of size edges x vocabulary exists in either direction.
     Gradients reach hidden states and unembedding through both results; the temperature gets none. An edge whose two
     cotangents are zero contributes exactly 0 to every gradient, even where its hidden state is not finite.
-    On accelerators the matrix products follow ``jax.default_matmul_precision``.
+    On accelerators the matrix products follow ``jax.default_matmul_precision``. Inside ``jax.shard_map`` pass
+    ``check_vma=False``.
     """
     parents = gather_rows(hidden, parent)
     chunk = chunk_rows(unembedding.shape[0], parent.size, vocab_chunk)
