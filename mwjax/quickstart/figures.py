@@ -47,9 +47,13 @@ def rollout_tree(tree: Tree) -> Figure:
         if row + 1 < len(views):
             _draw_evicted(axes, ~np.isin(view.union, views[row + 1].union), -row)
         words = f"{len(view.ids)} tokens"
-        axes.annotate(words, (len(view.ids), -row), (6, 0), textcoords="offset points", va="center", color=MUTED)
+        axes.annotate(
+            words, (len(view.ids), -row), (6, 0), textcoords="offset points", va="center", color=MUTED, fontsize=8
+        )
     for row, fork in enumerate(forks):
-        _draw_fork(axes, fork, -row, longest)
+        restored = any(edit.restored for edit in tree.rollout.edits if edit.before_turn == fork.turn)
+        what = "restored" if restored else (fork.detail or fork.reason).replace("_", " ")
+        _draw_fork(axes, fork, what, -row, longest)
     axes.set_yticks([-row for row in range(len(views))], [_turns(view) for view in views])
     axes.set_xlim(0, longest * 1.1)
     axes.set_ylim(-len(views) + 0.6, 0.4)
@@ -87,10 +91,9 @@ def _draw_evicted(axes: Any, gone: np.ndarray, y: float) -> None:
             axes.barh(y, hi - lo, 0.46, lo, color="none", edgecolor=RED, hatch="/////", linewidth=0.9)
 
 
-def _draw_fork(axes: Any, fork: Junction, y: float, longest: int) -> None:
+def _draw_fork(axes: Any, fork: Junction, what: str, y: float, longest: int) -> None:
     axes.plot([fork.at, fork.at], [y - 0.25, y - 0.78], color=INK, lw=1.3, solid_capstyle="butt")
-    changes = f"{fork.evicted} tokens out, {fork.inserted} in"
-    words = f"turn {fork.turn}, {(fork.detail or fork.reason).replace('_', ' ')}: {changes}"
+    words = f"turn {fork.turn}, {what}: {fork.evicted} tokens out, {fork.inserted} in"
     right = fork.at > 0.6 * longest
     axes.annotate(
         words,
@@ -127,7 +130,7 @@ def logdiff_histograms(results: Sequence[LogDiff]) -> Figure:
         axes.stairs(height - row, bins, baseline=-row, fill=True, color=method_color(result.method))
         axes.axhline(-row, color=MUTED, lw=0.6)
         if result.mean is not None:
-            words = f"mean {result.mean:.2g}   max {result.max_token:.2g}"
+            words = f"mean {result.mean:.2g}, max {result.max_token:.2g}"
             axes.text(LARGEST * 2, 0.3 - row, words, color=INK, fontsize=8.5, va="center")
     axes.set_xscale("log")
     decades = np.arange(-7, 3)
