@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mwjax import audit, rollouts
 from mwjax.audit.differences import fragment_differences, leaking_rows
-from mwjax.audit.tables import short
+from mwjax.audit.tables import context_facts, short
 from mwjax.audit.verdict import percent
 from mwjax.rollouts import Edit, Rollout, Sampling, Turn
 from mwjax.tree import METHODS, RowShape, build, fragments
@@ -51,6 +51,7 @@ def test_running_example():
     assert (result.diverging_leaves, result.evicted_span_mean) == (5, 1)
     assert (result.depth, result.frequency) == (3 / 16, 1)
     assert (result.view_tokens, result.trie_tokens, result.group_trie_tokens) == (48, 21, 21)
+    assert result.trie_ratio == result.group_trie_ratio == 48 / 21
     assert not result.consistent and not result.strictly_consistent
     assert result.verdict.startswith("50.0 % of the loss tokens would be trained under a context the model never saw")
     assert "`packed`" in result.advice
@@ -102,6 +103,7 @@ def test_groups_share_their_prompt():
     expected = json.loads((CASES / "group_of_four.json").read_text())["expect"]["group_trie_tokens"]
     assert (result.groups, result.group_trie_tokens) == (1, expected)
     assert result.trie_tokens > expected
+    assert (result.trie_ratio, result.group_trie_ratio) == (1, result.view_tokens / expected)
     assert alone == replace(result, groups=None, group_trie_tokens=None, group_trie_ratio=None)
 
 
@@ -244,3 +246,8 @@ def test_percentages_and_counts_never_round_to_a_claim():
         "1.23M",
         "2.5G",
     ]
+
+
+def test_the_trie_ratio_is_how_many_times_the_trie_saves():
+    facts = dict(context_facts(audit.run(of_case("group_of_four"))))
+    assert facts["trie ratio"] == "1.00 (140 view tokens, 140 in tries); over groups 2.64 (53)"

@@ -127,10 +127,10 @@ class AuditResult:
     other chains. forks_per_rollout: junctions of ``main`` (our K); evictions: those that evicted something (the
     paper's K). diverging_leaves: the sum of the paper's D. evicted_span_mean: tokens per eviction. depth, frequency:
     the paper's E[c | c > 0] and Pr[c > 0], c = share of a rollout's rendered context that was evicted; depth is None
-    (N/A) when nothing fires. trie_ratio: trie tokens / view tokens; with ``group`` tries span a group's rollouts,
-    None when not asked for. common_survivors: tokens that every method trains. truncated_turns: completions that
-    ended by length. consistent: no method would train a loss token under a context it was not sampled under, or lose
-    one.
+    (N/A) when nothing fires. trie_ratio: view tokens / trie tokens, how many times the trie saves (>= 1); with
+    ``group`` tries span a group's rollouts, None when not asked for. common_survivors: tokens that every method trains.
+    truncated_turns: completions that ended by length. consistent: no method would train a loss token under a context it
+    was not sampled under, or lose one.
     """
 
     files: tuple[str, ...]

@@ -91,10 +91,10 @@ def context_facts(result: AuditResult) -> Facts:
     facts.append(("compression", f"depth {percent(result.depth)} of the context, in {fired} of the rollouts"))
     if result.side_junctions:
         facts.append(("forks of side chains", counts(result.side_junctions)))
-    packed = f"{result.trie_tokens:,} tokens for {result.view_tokens:,} in views ({_ratio(result.trie_ratio)})"
+    packed = f"{_ratio(result.trie_ratio)} ({result.view_tokens:,} view tokens, {result.trie_tokens:,} in tries)"
     if result.group_trie_tokens is not None and result.groups != result.rollouts:
-        packed += f"; {result.group_trie_tokens:,} over groups ({_ratio(result.group_trie_ratio)})"
-    return [*facts, ("prefix tries", packed)]
+        packed += f"; over groups {_ratio(result.group_trie_ratio)} ({result.group_trie_tokens:,})"
+    return [*facts, ("trie ratio", packed)]
 
 
 def token_facts(result: AuditResult) -> Facts:
@@ -178,4 +178,4 @@ def _per_rollout(count: int, mean: float | None) -> str:
 
 
 def _ratio(ratio: float | None) -> str:
-    return "N/A" if ratio is None else f"x {ratio:.2f}"
+    return "N/A" if ratio is None else f"{ratio:.2f}"
