@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mwjax.train import load
+from mwjax import losses
+from mwjax.train import load, setup
 from mwjax.train.config import RunConfig
 
 REQUIRED = ["run_dir=run", "data.paths=a.jsonl", "model.path=model"]
@@ -29,11 +30,33 @@ def test_overrides_win_over_the_file_and_keep_yaml_types(tmp_path: Path) -> None
 
 
 def test_the_defaults_are_the_papers() -> None:
-    config = load.load(None, REQUIRED)
-    loss, optimizer = config.loss, config.optimizer
-    assert (loss.clip_low, loss.clip_high, loss.kl, loss.sdcc.peak, loss.sdcc.ramp) == (0.2, 0.28, 0.001, 0.1, 0.2)
+    config = load.load(None, [*REQUIRED, "loss.task=memorywalker"])
+    policy, optimizer = setup.loss_config(config.loss).policy_gradient, config.optimizer
+    assert (policy.algorithm, policy.clip_low, policy.clip_high, policy.dual_clip) == ("grpo", 0.2, 0.28, None)
+    assert (policy.kl_coefficient, policy.kl_estimator) == (0.001, "k3")
+    assert (config.loss.sdcc.peak, config.loss.sdcc.ramp) == (0.1, 0.2)
     assert (optimizer.b1, optimizer.b2, optimizer.learning_rate) == (0.9, 0.98, 1e-6)
     assert (optimizer.weight_decay, optimizer.clip_norm, config.data.rollouts_per_step) == (0.01, 1.0, 8)
+
+
+def test_every_option_of_the_loss_reaches_it() -> None:
+    given = ("clip_low=0.1", "clip_high=0.5", "dual_clip=none", "kl=0", "kl_estimator=k1", "entropy=0.01", "unit=view")
+    overrides = [f"loss.{option}" for option in ("task=memagent", "vocab_chunk=100", *given)]
+    loss = setup.loss_config(load.load(None, [*REQUIRED, *overrides]).loss)
+    assert loss == losses.LossConfig(
+        "policy_gradient", losses.PolicyGradientConfig("dapo", 0.1, 0.5, None, 0.0, "k1", 0.01, "view"), 100
+    )
+    memagent = setup.loss_config(load.load(None, [*REQUIRED, "loss.task=memagent"]).loss)
+    assert memagent.policy_gradient == losses.RECIPES["memagent"].policy_gradient
+
+
+def test_edges_are_joined_only_where_nothing_tells_them_apart() -> None:
+    def merges(*overrides: str) -> bool:
+        return setup.layout(load.load(None, [*REQUIRED, *overrides])).merge
+
+    assert merges() and merges("loss.aggregation=constant", "loss.tokens_per_rollout=10")
+    assert not merges("loss.aggregation=sequence_mean")
+    assert not merges("loss.task=grpo")
 
 
 def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
@@ -56,6 +79,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         ("data.seed=1.5", "data.seed: expected an integer, got a number with a fractional part, got 1.5"),
         ("optimizer.b2=fast", "optimizer.b2: expected a number, unable to parse string as a number, got 'fast'"),
         ("loss.task=sftt", "did you mean sft?"),
+        ("loss.kl=0.1", "loss: kl: without effect on task sft; remove it or choose another task"),
         ("checkpoint=3", "checkpoint: expected a section with the keys checkpoint.every, checkpoint.keep, got 3"),
         ("mesh.data=2", "mesh.data (2) must divide data.rows_per_microbatch (1)"),
         ("model.small.vocab_size=5", "model: give exactly one of model.path and model.small"),

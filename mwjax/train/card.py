@@ -61,9 +61,10 @@ def logdiff(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
     first = next((row for row in rows if row["step"] == 1 and row.get("logdiff_mean") is not None), None)
     if first is None:
         return "N/A: no recorded log-probs in the first step"
+    mean, largest = first["logdiff_mean"], first["logdiff_max_token"]
     return (
-        f"mean {first['logdiff_mean']:.4g}, token maximum {first['logdiff_max_token']:.4g} in the first step, by the weights "
-        "that sampled; later steps contain what was learnt"
+        f"mean {mean:.4g}, token maximum {largest:.4g} in the first step, by the weights that sampled; later steps "
+        "contain what was learnt"
     )
 
 

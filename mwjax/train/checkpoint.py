@@ -86,7 +86,13 @@ def compare(saved: Fingerprint, current: Fingerprint, where: str) -> None:
 
 
 def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
-    """The parameters of a run's checkpoint (default: the newest) as a nested dict of arrays on one device.
+    """The parameters of a run's checkpoint (default: the newest); see `load`."""
+    return load(run_dir, step)["params"]
+
+
+def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:
+    """All of a run's checkpoint (default: the newest), whatever its configuration: the fields of ``TrainState`` as
+    nested dicts and lists of arrays on one device.
 
     Raises ``FileNotFoundError`` when there is no such checkpoint.
     """
@@ -102,9 +108,7 @@ def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
             manager.item_metadata(chosen)["state"],
         )
-        return manager.restore(chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))["state"][
-            "params"
-        ]
+        return manager.restore(chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))["state"]
 
 
 def _manager(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:

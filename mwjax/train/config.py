@@ -141,8 +141,8 @@ class LossConfig(Section):
     clip_high: NonNegative | None = Field(
         default=None, description="Ratios are clipped above at 1 + this; memorywalker 0.28."
     )
-    dual_clip: Annotated[float, Field(gt=1.0)] | Literal["off"] | None = Field(
-        default=None, description="Ratios of negative advantages are cut here; off in all recipes but memagent (3)."
+    dual_clip: Annotated[float, Field(gt=1.0)] | Literal["none"] | None = Field(
+        default=None, description="Ratios of negative advantages are cut here, or none; memagent 3, the others none."
     )
     kl: NonNegative | None = Field(
         default=None,

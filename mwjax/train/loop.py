@@ -167,11 +167,12 @@ def _steps(
         )
         log.add(batches, outcome, weight if distils else None)
         done = batches.step + 1
-        if done == made.total or stop.requested or (every and done % every == 0):
+        stopping = stop.requested  # read once: a signal may come at any time
+        if done == made.total or stopping or (every and done % every == 0):
             log.flush()  # and stop here if the loss is not finite: such weights are not worth keeping
             checkpoints.save(done, current)
             log.write_card()
-        if stop.requested:
+        if stopping:
             break
     return done
 

@@ -155,7 +155,7 @@ def loss_config(config: LossConfig) -> losses.LossConfig:
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if config.dual_clip is not None:
-        changes["dual_clip"] = None if config.dual_clip == "off" else config.dual_clip
+        changes["dual_clip"] = None if config.dual_clip == "none" else config.dual_clip
     recipe = losses.RECIPES[config.task].policy_gradient
     return losses.LossConfig("policy_gradient", dataclasses.replace(recipe, **changes), config.vocab_chunk)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -52,8 +53,8 @@ class Step(NamedTuple):
     """The jitted functions of a step; everything named ``params`` is replicated over the mesh.
 
     zero() -> Total; accumulate(params, total, batch, unit_log_ratio, sdcc_lambda) -> Total (``total`` is donated);
-    apply(state, total, denominator) -> (state, scalars) (``state`` is donated); skip(state) -> state, one step on without an
-    update; score(params, rows) -> log-probs [B, E] of the edges; score_exact the same for rows of another shape.
+    apply(state, total, denominator) -> (state, scalars) (``state`` is donated); skip(state) -> state, one step on
+    without an update; score(params, rows) -> log-probs [B, E] of the edges; score_exact: of rows of another shape.
     """
 
     zero: Callable[[], Total]
@@ -149,7 +150,9 @@ def build(
     """The step functions. ``params`` and ``example`` give shapes only (arrays or ``jax.ShapeDtypeStruct``)."""
     if mesh.size > 1 and isinstance(config.attention, str):
         config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
-    shapes = jax.eval_shape(lambda p, b: gradient_sums(p, b, config), params, example)
+    # As an array: a Python 0 would be the static branch without the distillation term's metrics.
+    no_weight = np.float32(0)
+    shapes = jax.eval_shape(lambda p, b, w: gradient_sums(p, b, config, sdcc_lambda=w), params, example, no_weight)
 
     def zero() -> Total:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -168,7 +171,7 @@ def build(
         gradients = jax.tree.map(lambda leaf: (leaf / denominator).astype(leaf.dtype), total.gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        scalars = {"loss": total.numerator / denominator, "gradient_norm": optax.global_norm(gradients)}
+        scalars = {"loss": total.numerator / denominator, "gradient_norm": optax.tree.norm(gradients)}
         return TrainState(params, opt_state, state.step + 1), scalars
 
     def skip(state: TrainState) -> TrainState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from mwjax.losses import Metrics, PolicyGradientConfig
 from mwjax.train.mesh import by_rows, place
 from mwjax.train.state import TrainState
 from mwjax.train.step import Step
-from mwjax.tree import Batch, Edges
+from mwjax.tree import Batch, Edges, Rows
 
 Params = Any
 ExactOld = Callable[[Sequence[Batch]], None]  # writes old_logprob of the edges, in place
@@ -60,11 +61,12 @@ def update(
     for batch in microbatches:
         _check(batch.rows.edges, loss, comparison)
     placed = [_compared(step, place(batch, by_rows(mesh)), comparison) for batch in microbatches]
-    unit_log_ratios: list[Any] = [None] * len(placed)
+    by_unit: list[Any] = [None] * len(placed)
     if loss.task == "policy_gradient" and loss.policy_gradient.algorithm == "gspo":
-        unit_log_ratios = _unit_log_ratios(step, state.params, placed, loss.policy_gradient, mesh)
+        means = unit_log_ratios(partial(step.score, state.params), placed, loss.policy_gradient)
+        by_unit = place(means, by_rows(mesh))
     total = step.zero()
-    for batch, unit_log_ratio in zip(placed, unit_log_ratios):
+    for batch, unit_log_ratio in zip(placed, by_unit):
         total = step.accumulate(state.params, total, batch, unit_log_ratio, np.float32(sdcc_lambda))
     metrics = total.metrics
     state, scalars = step.apply(state, total, np.asarray(denominator, total.numerator.dtype))
@@ -95,23 +97,20 @@ def _compared(step: Step, batch: Batch, comparison: Comparison) -> Batch:
     return batch._replace(rows=batch.rows._replace(edges=edges))
 
 
-def _unit_log_ratios(
-    step: Step, params: Params, placed: Sequence[Batch], config: PolicyGradientConfig, mesh: Mesh
-) -> list[jax.Array]:
-    """GSPO: every edge's mean log-ratio over its unit (rollout or view), over all micro-batches of the step."""
-    edges: list[Edges] = [jax.device_get(batch.rows.edges) for batch in placed]
-    ratios = [np.asarray(losses.edge_log_ratio(step.score(params, batch.rows), batch.rows.edges)) for batch in placed]
+def unit_log_ratios(
+    score: Callable[[Rows], Any], microbatches: Sequence[Batch], config: PolicyGradientConfig
+) -> list[np.ndarray]:
+    """GSPO's ``unit_log_ratio`` [B, E] of every micro-batch: an edge's mean log-ratio over its unit (rollout or view)
+    among all of them. ``score`` gives the policy's log-probs [B, E]."""
+    edges: list[Edges] = [jax.device_get(batch.rows.edges) for batch in microbatches]
+    scored = [score(batch.rows) for batch in microbatches]
+    ratios = [np.asarray(losses.edge_log_ratio(logprob, batch)) for logprob, batch in zip(scored, edges)]
     unit = [e.rollout.astype(np.int64) << 32 | (e.view if config.unit == "view" else 0) for e in edges]
     active = [e.weight != 0 for e in edges]
-    units = np.unique(np.concatenate([u[a] for u, a in zip(unit, active)]))
-    total, count = np.zeros(len(units)), np.zeros(len(units))
-    for u, a, ratio in zip(unit, active, ratios):
-        place_of = np.searchsorted(units, u[a])
-        total += np.bincount(place_of, ratio[a], len(units))
-        count += np.bincount(place_of, minlength=len(units))
-    means = total / count
-    spread = [
-        np.where(a, means[np.minimum(np.searchsorted(units, u), len(units) - 1)], 0.0).astype(ratio.dtype)
+    units, number = np.unique(np.concatenate([u[a] for u, a in zip(unit, active)]), return_inverse=True)
+    values = np.concatenate([ratio[a] for ratio, a in zip(ratios, active)])
+    means = np.bincount(number, values, len(units)) / np.bincount(number, minlength=len(units))
+    return [
+        np.where(a, means[np.searchsorted(units, u).clip(max=len(units) - 1)], 0.0).astype(ratio.dtype)
         for u, a, ratio in zip(unit, active, ratios)
     ]
-    return place(spread, by_rows(mesh))
