@@ -77,7 +77,9 @@ def convert(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> P
         (scratch / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
         if template := tokenizer_config.get("chat_template"):
             (scratch / "chat_template.jinja").write_text(template)
+        # Both were made for this user alone; a cache may be shared.
         scratch.chmod(0o755)
+        (scratch / "model.safetensors").chmod(0o644)
         try:
             scratch.rename(target)
         except OSError as error:
