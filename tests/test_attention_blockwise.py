@@ -69,7 +69,7 @@ def test_oracle_is_attention_over_the_ancestors():
 # Shapes are few, since each compiles; trees are many.
 @pytest.mark.parametrize(
     ("batch", "length", "block", "heads", "kv_heads"),
-    [(2, 90, 16, 4, 2), (1, 64, 8, 3, 1), (3, 33, 256, 2, 2), (1, 7, 1, 1, 1), (1, 1, 4, 2, 1)],
+    [(2, 90, 16, 4, 2), (1, 33, 256, 3, 1), (1, 7, 1, 2, 2)],
 )
 def test_agrees_with_the_oracle_in_values_and_gradients(batch, length, block, heads, kv_heads):
     for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-10)):
@@ -83,7 +83,7 @@ def test_agrees_with_the_oracle_in_values_and_gradients(batch, length, block, he
                 assert_close(value_and_gradients(*arguments, block=block), expected, tolerance)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 60), block=st.integers(2, 70))
 def test_agrees_with_the_oracle_for_any_length_and_block(seed, length, block):
     arguments = *random_inputs(seed, 1, length, length, 2, 1, 4), ends(tries(seed, 1, length))
@@ -144,8 +144,8 @@ def test_a_row_that_sees_nothing_is_zero_without_gradient(backend):
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 6), blocks=st.sampled_from([(4, 4), (8, 2), (2, 8), (16, 16)]))
 def test_visited_blocks_against_brute_force(seed, count, blocks):
     """A pair of blocks with something visible is visited; contiguous queries whose range no key reaches are not."""
-    (row,) = tries(seed, 1, 16 * count)
-    index = np.arange(16 * count, dtype=np.int32)
+    (row,) = tries(seed, 1, 96)
+    index = np.arange(96, dtype=np.int32)
     visited = np.asarray(blockwise.visited_blocks(jnp.asarray(row.visible_until), jnp.asarray(index), blocks))
     mask = row.visible().reshape(len(index) // blocks[0], blocks[0], -1, blocks[1])
     assert not np.any(mask.any(axis=(1, 3)) & ~visited)

@@ -37,10 +37,16 @@ def make(family="qwen3", tied=True, dtype=jnp.float32):
     return config, jax.tree.unflatten(structure, leaves)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 4000])
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype", "max_shard_bytes"),
+    [
+        ("qwen3", True, jnp.float32, 10**9),
+        ("qwen3", True, jnp.bfloat16, 4000),
+        ("qwen2", False, jnp.float32, 4000),
+        ("qwen2", True, jnp.float16, 10**9),
+        ("llama", False, jnp.bfloat16, 10**9),
+    ],
+)
 def test_round_trip_is_equal_to_the_byte(tmp_path, family, tied, dtype, max_shard_bytes):
     config, params = make(family, tied, dtype)
     model.save(tmp_path / "a", config, params, max_shard_bytes=max_shard_bytes)

@@ -14,7 +14,7 @@ from mwjax.model.attention import attend as attend_tree
 from mwjax.model.attention.blockwise import LOG_SUM_EXP_NAME, OUTPUT_NAME
 from mwjax.model.config import ModelConfig
 from mwjax.model.layers import Decoder, Layer
-from mwjax.model.parameters import Declaration
+from mwjax.model.parameters import initialise, is_declaration
 from mwjax.model.rope import rotations
 
 Params = dict[str, Any]
@@ -26,7 +26,14 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
     Pure, so it can be jitted with ``config`` and ``dtype`` static and output shardings.
     """
-    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(key), dtype), nnx.Param))
+    outer_key, layers_key = jax.random.split(key)
+    sizes = config.axis_sizes()
+    outer = dict(declarations(config))
+    layer = outer.pop("layers")
+    layers = jax.lax.map(
+        lambda layer_key: initialise(layer, sizes, layer_key, dtype), jax.random.split(layers_key, config.layers)
+    )
+    return {**initialise(outer, sizes, outer_key, dtype), "layers": layers}
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
@@ -46,18 +53,14 @@ def logical_axes(config: ModelConfig) -> Params:
     return axes
 
 
-def is_declaration(leaf: Any) -> bool:
-    return isinstance(leaf, Declaration)
-
-
 def _is_names(leaf: Any) -> bool:
     return isinstance(leaf, tuple)
 
 
 @lru_cache(maxsize=64)
 def _structure(config: ModelConfig) -> tuple[Any, Params, Params]:
-    """(graph definition, abstract parameters, declarations), from one abstract construction of the modules."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.float32))
+    """(graph definition, abstract parameters, declarations), from the one, abstract construction of the modules."""
+    abstract = nnx.eval_shape(lambda: Decoder(config))
     definition, state = nnx.split(abstract)
     declared = jax.tree.map(
         lambda variable: variable.declaration, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)

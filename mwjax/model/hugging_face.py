@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mwjax.model.config import ModelConfig
-from mwjax.model.decoder import Params, abstract_params, declarations, is_declaration
-from mwjax.model.parameters import Declaration
+from mwjax.model.decoder import Params, abstract_params, declarations
+from mwjax.model.parameters import Declaration, is_declaration
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

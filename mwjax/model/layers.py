@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mwjax.model.config import ModelConfig
-from mwjax.model.parameters import ParameterSource, parameter
+from mwjax.model.parameters import parameter
 from mwjax.model.rope import rotate
 
 Rotations = tuple[jax.Array, jax.Array]
@@ -21,9 +21,9 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 class Norm(nnx.Module):
     """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467) over the last axis, in float32 or wider."""
 
-    def __init__(self, source: ParameterSource, axis: str, file_name: str):
-        self.epsilon = source.config.norm_epsilon
-        self.scale = parameter(source, axis, file_name, axis, "ones")
+    def __init__(self, config: ModelConfig, axis: str, file_name: str):
+        self.epsilon = config.norm_epsilon
+        self.scale = parameter(config, axis, file_name, axis, "ones")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -34,34 +34,33 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention; what is visible is decided by the ``attend`` it is called with."""
 
-    def __init__(self, source: ParameterSource):
-        config = source.config
+    def __init__(self, config: ModelConfig):
         project = "self_attn.{}_proj.{}"
         self.query = parameter(
-            source, "embed heads head_dim", project.format("q", "weight"), "heads+head_dim embed", "embed"
+            config, "embed heads head_dim", project.format("q", "weight"), "heads+head_dim embed", "embed"
         )
         self.key = parameter(
-            source, "embed kv_heads head_dim", project.format("k", "weight"), "kv_heads+head_dim embed", "embed"
+            config, "embed kv_heads head_dim", project.format("k", "weight"), "kv_heads+head_dim embed", "embed"
         )
         self.value = parameter(
-            source, "embed kv_heads head_dim", project.format("v", "weight"), "kv_heads+head_dim embed", "embed"
+            config, "embed kv_heads head_dim", project.format("v", "weight"), "kv_heads+head_dim embed", "embed"
         )
         self.output = parameter(
-            source, "heads head_dim embed", project.format("o", "weight"), "embed heads+head_dim", "heads head_dim"
+            config, "heads head_dim embed", project.format("o", "weight"), "embed heads+head_dim", "heads head_dim"
         )
         if config.query_key_value_bias:
             self.query_bias = parameter(
-                source, "heads head_dim", project.format("q", "bias"), "heads+head_dim", "zeros"
+                config, "heads head_dim", project.format("q", "bias"), "heads+head_dim", "zeros"
             )
             self.key_bias = parameter(
-                source, "kv_heads head_dim", project.format("k", "bias"), "kv_heads+head_dim", "zeros"
+                config, "kv_heads head_dim", project.format("k", "bias"), "kv_heads+head_dim", "zeros"
             )
             self.value_bias = parameter(
-                source, "kv_heads head_dim", project.format("v", "bias"), "kv_heads+head_dim", "zeros"
+                config, "kv_heads head_dim", project.format("v", "bias"), "kv_heads+head_dim", "zeros"
             )
         if config.query_key_norm:
-            self.query_norm = Norm(source, "head_dim", "self_attn.q_norm.weight")
-            self.key_norm = Norm(source, "head_dim", "self_attn.k_norm.weight")
+            self.query_norm = Norm(config, "head_dim", "self_attn.q_norm.weight")
+            self.key_norm = Norm(config, "head_dim", "self_attn.k_norm.weight")
         self.has_bias = config.query_key_value_bias
         self.has_norm = config.query_key_norm
 
@@ -83,10 +82,10 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """SwiGLU (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(self, source: ParameterSource):
-        self.gate = parameter(source, "embed mlp", "mlp.gate_proj.weight", "mlp embed", "embed")
-        self.up = parameter(source, "embed mlp", "mlp.up_proj.weight", "mlp embed", "embed")
-        self.down = parameter(source, "mlp embed", "mlp.down_proj.weight", "embed mlp", "mlp")
+    def __init__(self, config: ModelConfig):
+        self.gate = parameter(config, "embed mlp", "mlp.gate_proj.weight", "mlp embed", "embed")
+        self.up = parameter(config, "embed mlp", "mlp.up_proj.weight", "mlp embed", "embed")
+        self.down = parameter(config, "mlp embed", "mlp.down_proj.weight", "embed mlp", "mlp")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gated = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (x @ self.up[...].astype(x.dtype))
@@ -96,11 +95,11 @@ class FeedForward(nnx.Module):
 class Layer(nnx.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, source: ParameterSource):
-        self.attention_norm = Norm(source, "embed", "input_layernorm.weight")
-        self.attention = Attention(source)
-        self.feed_forward_norm = Norm(source, "embed", "post_attention_layernorm.weight")
-        self.feed_forward = FeedForward(source)
+    def __init__(self, config: ModelConfig):
+        self.attention_norm = Norm(config, "embed", "input_layernorm.weight")
+        self.attention = Attention(config)
+        self.feed_forward_norm = Norm(config, "embed", "post_attention_layernorm.weight")
+        self.feed_forward = FeedForward(config)
 
     def __call__(self, x: jax.Array, rotations: Rotations, attend: Attend) -> tuple[jax.Array, Any]:
         mixed, extra = self.attention(self.attention_norm(x), rotations, attend)
@@ -111,11 +110,9 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers (one `Layer` whose parameters carry a leading axis of the layer number), norm, unembedding."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
-        source = ParameterSource(config, rngs, dtype)
-        self.embedding = parameter(source, "vocab embed", "model.embed_tokens.weight", "vocab embed", "embed")
-        keys = nnx.Rngs(params=jax.random.split(rngs.params(), config.layers))
-        self.layers = nnx.vmap(lambda keys: Layer(ParameterSource(config, keys, dtype)))(keys)
-        self.norm = Norm(source, "embed", "model.norm.weight")
+    def __init__(self, config: ModelConfig):
+        self.embedding = parameter(config, "vocab embed", "model.embed_tokens.weight", "vocab embed", "embed")
+        self.layers = nnx.vmap(lambda: Layer(config), axis_size=config.layers)()
+        self.norm = Norm(config, "embed", "model.norm.weight")
         if not config.tied:
-            self.unembedding = parameter(source, "vocab embed", "lm_head.weight", "vocab embed", "embed")
+            self.unembedding = parameter(config, "vocab embed", "lm_head.weight", "vocab embed", "embed")

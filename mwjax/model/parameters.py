@@ -22,6 +22,10 @@ class Declaration(NamedTuple):
     axes: tuple[str, ...]
     file_axes: tuple[tuple[str, ...], ...]
     file_name: str
+    initialiser: str
+
+    def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[axis] for axis in self.axes)
 
     def file_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
         return tuple(int(np.prod([sizes[axis] for axis in group])) for group in self.file_axes)
@@ -38,35 +42,38 @@ class Declaration(NamedTuple):
         return [self.axes.index(axis) for group in self.file_axes for axis in group]
 
 
-class ParameterSource(NamedTuple):
-    """What a module needs to create its parameters."""
-
-    config: ModelConfig
-    rngs: nnx.Rngs
-    dtype: Any
+def is_declaration(leaf: Any) -> bool:
+    return isinstance(leaf, Declaration)
 
 
-def parameter(source: ParameterSource, axes: str, file_name: str, file_axes: str, initialiser: str) -> nnx.Param:
-    """Declare and initialise one parameter.
+def parameter(config: ModelConfig, axes: str, file_name: str, file_axes: str, initialiser: str) -> nnx.Param:
+    """Declare a parameter. Its value is zeros: `initialise` and `mwjax.model.load` make the real ones.
 
     Args:
-      source: configuration (which sizes the axes), random keys, dtype.
+      config: sizes the axes.
       axes: logical axis names, "embed heads head_dim".
       file_name: name in a Hugging Face checkpoint, relative to the layer for parameters of a layer.
       file_axes: the same axes as the file orders and merges them, "heads+head_dim embed".
       initialiser: "ones", "zeros", or the axes summed over when the parameter is applied ("embed"): normal with
         variance one over their size.
     """
-    declaration = Declaration(
-        tuple(axes.split()), tuple(tuple(group.split("+")) for group in file_axes.split()), file_name
-    )
-    sizes = source.config.axis_sizes()
-    shape = tuple(sizes[axis] for axis in declaration.axes)
-    if initialiser == "ones":
-        value = jnp.ones(shape, source.dtype)
-    elif initialiser == "zeros":
-        value = jnp.zeros(shape, source.dtype)
-    else:
-        scale = float(np.prod([sizes[axis] for axis in initialiser.split()])) ** -0.5
-        value = scale * jax.random.normal(source.rngs.params(), shape, source.dtype)
-    return nnx.Param(value, declaration=declaration)
+    groups = tuple(tuple(group.split("+")) for group in file_axes.split())
+    declaration = Declaration(tuple(axes.split()), groups, file_name, initialiser)
+    return nnx.Param(jnp.zeros(declaration.shape(config.axis_sizes())), declaration=declaration)
+
+
+def initialise(declarations: Any, sizes: dict[str, int], key: jax.Array, dtype: Any) -> Any:
+    """Random values for a pytree of declarations. One draw is cut into all of them: compiling the generator once per
+    parameter takes seconds."""
+    leaves, structure = jax.tree.flatten(declarations, is_leaf=is_declaration)
+    random = [leaf.initialiser not in ("ones", "zeros") for leaf in leaves]
+    counts = [int(np.prod(leaf.shape(sizes))) if drawn else 0 for leaf, drawn in zip(leaves, random)]
+    numbers = jnp.split(jax.random.normal(key, (sum(counts),), dtype), np.cumsum(counts)[:-1])
+    values = []
+    for leaf, drawn, part in zip(leaves, random, numbers):
+        if drawn:
+            scale = float(np.prod([sizes[axis] for axis in leaf.initialiser.split()])) ** -0.5
+            values.append(scale * part.reshape(leaf.shape(sizes)))
+        else:
+            values.append(jnp.full(leaf.shape(sizes), float(leaf.initialiser == "ones"), dtype))
+    return jax.tree.unflatten(structure, values)
