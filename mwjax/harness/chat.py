@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from mwjax.harness.villages import Task
+from mwjax.harness.villages import QUESTIONS, Task, Village
 
 END = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 
-SYSTEM = "You answer questions about villages. Look them up one by one and note what matters."
-_EXAMPLE = (
-    ("user", "Question: On which day is the market in Sandwick?\nVillages: Elm Row, Sandwick."),
-    ("assistant", "Lookup: Sandwick"),
-    ("user", "Sandwick lies on a cliff and makes rope. Its market is on Sunday. Its mayor is Jo Bell."),
-    ("assistant", "Note: Sandwick makes rope, market on Sunday, mayor Jo Bell."),
-    ("user", "Question: On which day is the market in Sandwick?"),
-    ("assistant", "Answer: Sunday"),
-)
+SYSTEM = "You look up villages one by one, copy what you find, then answer."
+_EXAMPLE = (Village("Sandwick", "rope", "Sunday", "Jo Bell"), Village("Elm Row", "salt", "Friday", "Al Reed"))
 
 
 def message(role: str, text: str) -> str:
@@ -23,22 +16,38 @@ def message(role: str, text: str) -> str:
 
 
 def opening(task: Task) -> str:
-    """System prompt, one worked example, and the task."""
-    example = "".join(message(role, text) for role, text in _EXAMPLE)
-    return (
-        message("system", SYSTEM)
-        + example
-        + message("user", f"Question: {task.question}\nVillages: {', '.join(task.documents)}.")
+    """System prompt, a worked example of the same kind of question, and the task."""
+    first, second = _EXAMPLE
+    question = QUESTIONS[task.attribute].format(first.name)
+    dialogue = (
+        ("user", f"Question: {question}\nVillages: {first.name}, {second.name}."),
+        ("assistant", f"Lookup: {first.name}"),
+        ("user", first.document()),
+        ("assistant", _note(first)),
+        ("user", second.document()),
+        ("assistant", _note(second)),
+        ("user", f"Question: {question}"),
+        ("assistant", f"Answer: {first.name}, {task.attribute}: {getattr(first, task.attribute)}"),
+        ("user", f"Question: {task.question}\nVillages: {', '.join(task.villages)}."),
     )
+    return message("system", SYSTEM) + "".join(message(role, text) for role, text in dialogue)
 
 
-def cue(word: str) -> str:
-    """The start of the policy's message, given to it; it goes on from here."""
-    return f"<|im_start|>assistant\n{word}:"
+def _note(village: Village) -> str:
+    return f"Note: {village.name}, product: {village.product}, market: {village.market}, mayor: {village.mayor}"
+
+
+def cue(words: str) -> str:
+    """The start of the policy's message, given to it; it goes on after the colon."""
+    return f"<|im_start|>assistant\n{words}:"
+
+
+def answer_cue(task: Task) -> str:
+    return cue(f"Answer: {task.asked}, {task.attribute}")
 
 
 def result(task: Task, name: str) -> str:
-    return message("user", task.documents[name])
+    return message("user", task.villages[name].document())
 
 
 def final_question(task: Task) -> str:

@@ -21,7 +21,7 @@ def none() -> Harness:
 
 
 def pop(most_results: int = 1) -> Harness:
-    """Removes the oldest tool result outright when more than ``most_results`` are live; calls and notes stay (TC-RAG)."""
+    """Removes the oldest tool result outright when more than ``most_results`` are live; notes stay (TC-RAG)."""
     return Harness("pop", partial(_pop, most_results))
 
 
@@ -50,7 +50,7 @@ def _pop(most_results: int, live: np.ndarray, state: EditorState) -> Edit | None
 
 def _wants_summary(budget: int, keep_last: int, live: np.ndarray, state: EditorState) -> bool:
     foldable = _live_spans(live, state, "result")
-    return len(live) > budget and len(foldable) > keep_last and not state.final
+    return len(live) > budget and len(foldable) > keep_last
 
 
 def _fold(keep_last: int, live: np.ndarray, state: EditorState) -> Edit | None:

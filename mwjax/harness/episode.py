@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from mwjax.engine.interface import Completion, Engine, SamplingParams
 from mwjax.harness import chat
 from mwjax.harness.state import EditorState, Harness, Span
-from mwjax.harness.villages import Task, next_document, reward
+from mwjax.harness.villages import Task, next_village, reward
 from mwjax.rollouts.record import Edit, Rollout, Turn
 from mwjax.tree.history import History, apply_edit
 
@@ -68,18 +68,18 @@ def _play(tokenizer: Tokenizer, episode: Episode) -> Generator[Request, Completi
     log.add(chat.cue("Lookup"), "cue")
     text = yield from log.sample("act")
     seen: list[str] = []
-    while (name := next_document(task, text, seen)) is not None:
+    while (name := next_village(task, text, seen)) is not None:
         seen.append(name)
         yield from _edit(log, episode.harness, final=False)
-        log.step += 1
         log.close()
+        log.step += 1
         log.add(chat.result(task, name), "result", name)
         log.add(chat.cue("Note"), "cue")
         text = yield from log.sample("act")
     yield from _edit(log, episode.harness, final=True)
     log.close()
     log.add(chat.final_question(task), "question")
-    log.add(chat.cue("Answer"), "cue")
+    log.add(chat.answer_cue(task), "cue")
     answer = yield from log.sample("act")
     return Rollout(
         id=episode.id,

@@ -20,51 +20,61 @@ MAYORS = (
     "Ada Finch", "Tom Hale", "Ruth Vane", "Max Low", "Ellen Marsh", "Peter Rowe", "Nora Wells", "Hugh Ross",
     "Lucy Page", "Frank Moon", "Clara Reed", "Simon Gray",
 )  # fmt: skip
-PLACES = ("on a hill", "by a lake", "in a deep forest", "near the old quarry", "on the coast", "beside a slow river")
-NEWS = (
-    "A new bridge was opened last spring.", "The school has two teachers.", "The old mill burned down long ago.",
-    "A bus comes twice a day.", "Its church tower leans to the left.", "The inn is closed in winter.",
-)  # fmt: skip
-
 # Most words an answer in the right form has.
 LONGEST_ANSWER = 8
 FORM_REWARD = 0.2
 
 
+# What is asked of a village, by what its documents call it.
+QUESTIONS = {
+    "product": "What does {} make?",
+    "market": "On which day is the market in {}?",
+    "mayor": "Who is the mayor of {}?",
+}
+
+
+@dataclass(frozen=True)
+class Village:
+    name: str
+    product: str
+    market: str
+    mayor: str
+
+    def document(self) -> str:
+        """What the archive returns."""
+        return f"Village: {self.name}\nproduct: {self.product}\nmarket: {self.market}\nmayor: {self.mayor}"
+
+
 @dataclass(frozen=True)
 class Task:
-    """A question, its exact answer, and the archive's documents by name, in the order in which they are listed."""
+    """A question about one of a few villages, which are listed; the exact answer is that village's ``attribute``."""
 
     id: str
-    question: str
-    answer: str
-    documents: Mapping[str, str]
+    attribute: str
+    asked: str
+    villages: Mapping[str, Village]
+
+    @property
+    def question(self) -> str:
+        return QUESTIONS[self.attribute].format(self.asked)
+
+    @property
+    def answer(self) -> str:
+        return getattr(self.villages[self.asked], self.attribute)
 
 
-def make_task(index: int, seed: int = 0, documents: int = 3) -> Task:
-    """Task number ``index`` of a seed; the kind of question goes round: market day, mayor, maker, day by product."""
+def make_task(index: int, seed: int = 0, count: int = 3) -> Task:
+    """Task number ``index`` of a seed, about ``count`` villages; the attribute asked for goes round."""
     draw = random.Random(f"villages/{seed}/{index}")
-    names = draw.sample(VILLAGES, documents)
-    products, days = draw.sample(PRODUCTS, documents), draw.sample(DAYS, documents)
-    mayors, places = draw.sample(MAYORS, documents), draw.sample(PLACES, documents)
-    news = draw.sample(NEWS, documents)
-    texts = {
-        name: f"{name} lies {place} and makes {product}. Its market is on {day}. Its mayor is {mayor}. {extra}"
-        for name, place, product, day, mayor, extra in zip(names, places, products, days, mayors, news)
-    }
-    asked = draw.randrange(documents)
-    question, answer = (
-        (f"On which day is the market in {names[asked]}?", days[asked]),
-        (f"Who is the mayor of {names[asked]}?", mayors[asked]),
-        (f"Which village makes {products[asked]}?", names[asked]),
-        (f"On which day is the market in the village that makes {products[asked]}?", days[asked]),
-    )[index % 4]
-    return Task(f"villages-{seed}-{index}", question, answer, texts)
+    columns = [draw.sample(values, count) for values in (VILLAGES, PRODUCTS, DAYS, MAYORS)]
+    villages = {name: Village(name, *rest) for name, *rest in zip(*columns)}
+    attribute = list(QUESTIONS)[index % len(QUESTIONS)]
+    return Task(f"villages-{seed}-{index}", attribute, draw.choice(list(villages)), villages)
 
 
-def next_document(task: Task, text: str, seen: Sequence[str]) -> str | None:
-    """The document to show next: the unseen one that ``text`` names first, else the next unseen one of the list."""
-    unseen = [name for name in task.documents if name not in seen]
+def next_village(task: Task, text: str, seen: Sequence[str]) -> str | None:
+    """The village to look up next: the unseen one that ``text`` names first, else the next unseen one of the list."""
+    unseen = [name for name in task.villages if name not in seen]
     lowered = text.lower()
     named = [name for name in unseen if name.lower() in lowered]
     if named:

@@ -28,7 +28,7 @@ def plan_episodes(
     harnesses: Sequence[str], tasks: Sequence[int], group_size: int, max_tokens: int, seed: int
 ) -> list[Episode]:
     """``group_size`` episodes for each (harness, task), at temperature 1 with raw log-probs; seeds count up."""
-    episodes = []
+    episodes: list[Episode] = []
     for harness in harnesses:
         for index in tasks:
             group = f"{harness}-{index}"
@@ -78,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer-out", type=Path, help="also write the tokenizer.json here")
     parser.add_argument("--model", type=Path, help="folder of another model with a ChatML tokenizer.json")
     parser.add_argument("--harness", nargs="+", choices=sorted(HARNESSES), default=list(HARNESSES))
-    parser.add_argument("--task", nargs="+", type=int, default=[0, 1, 2], help="numbers of the questions")
+    parser.add_argument("--task", nargs="+", type=int, default=[0, 7, 10], help="numbers of the questions")
     parser.add_argument("--group-size", type=int, default=4, help="rollouts of each question under each harness")
-    parser.add_argument("--max-tokens", type=int, default=32, help="longest completion of a turn")
+    parser.add_argument("--max-tokens", type=int, default=24, help="longest completion of a turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=16, help="episodes played at once")
+    parser.add_argument("--batch", type=int, default=32, help="episodes played at once")
     chosen = parser.parse_args(arguments)
     try:
         folder = chosen.model or load_smollm2()
