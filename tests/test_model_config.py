@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -64,8 +65,6 @@ def test_reads_the_published_configurations():
 
 
 def _leaves(config):
-    import jax
-
     return jax.tree.leaves(model.abstract_params(config))
 
 
@@ -156,8 +155,9 @@ def test_small_config():
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"num_key_value_heads": 5}, "must be a multiple"),
         ({"head_dim": 7}, "must be even"),
-        ({"vocab_size": 0}, "vocab_size must be a positive integer"),
-        ({"vocab_size": "many"}, "vocab_size must be a positive integer"),
+        ({"vocab_size": 0}, "field 'vocab_size' must be a positive integer"),
+        ({"hidden_size": "wide", "head_dim": None}, "'hidden_size' must be a positive integer, got 'wide'"),
+        ({"vocab_size": "many"}, "field 'vocab_size' must be a positive integer"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(change, message):

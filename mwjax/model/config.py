@@ -111,7 +111,11 @@ class ModelConfig:
         except UnsupportedModelError as error:
             problems.append(str(error))
         required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-        problems += [f"field {name!r} is missing" for name in required if values.get(name) is None]
+        for name in required:
+            if values.get(name) is None:
+                problems.append(f"field {name!r} is missing")
+            elif not isinstance(values[name], int) or values[name] < 1:
+                problems.append(f"field {name!r} must be a positive integer, got {values[name]!r}")
         if problems:
             raise UnsupportedModelError(f"cannot use this {family} configuration: " + "; ".join(problems))
         heads = values["num_attention_heads"]
