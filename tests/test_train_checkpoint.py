@@ -67,6 +67,24 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path: P
     assert "model" not in message.replace("model of", "") and "paths" not in message
 
 
+def test_a_checkpoint_that_cannot_be_written_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+    with checkpoint.Checkpoints(tmp_path, FINGERPRINT, keep=2) as checkpoints:
+        checkpoints.save(3, make_state())
+        monkeypatch.setattr(checkpoints._manager, "save", full)
+        with pytest.raises(checkpoint.CheckpointNotSaved, match="No space left") as caught:
+            checkpoints.save(4, make_state())
+        monkeypatch.setattr(checkpoints._manager, "close", full)
+        with pytest.raises(checkpoint.CheckpointNotSaved):  # an asynchronous save that fails when all is over
+            checkpoints.__exit__(None, None, None)
+        checkpoints.__exit__(ValueError, ValueError(), None)  # does not hide what went wrong before
+        monkeypatch.undo()
+    assert "newest: 3" in str(caught.value)
+    assert checkpoint.load(tmp_path)["step"] == 0
+
+
 def test_a_missing_checkpoint_says_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="it holds none"):
         checkpoint.load_params(tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +22,10 @@ class CheckpointMismatch(ValueError):
     """A run directory holds checkpoints of another model or configuration; the message lists the differing fields."""
 
 
+class CheckpointNotSaved(ValueError):
+    """A checkpoint could not be written, for instance because the disk is full. The earlier ones are intact."""
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -35,12 +41,22 @@ class Checkpoints:
         self._manager = _manager(self.folder, options)
 
     def __enter__(self) -> Checkpoints:
+        # Orbax logs a traceback for each of its threads before it raises the same error here.
+        self._logged = logging.getLogger("absl").level
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._manager.close()
+        try:
+            with self._explained():
+                self._manager.close()
+        except CheckpointNotSaved:
+            if error is None:
+                raise
+        finally:
+            logging.getLogger("absl").setLevel(self._logged)
 
     def latest(self) -> int | None:
         """The newest step that was saved completely, None if there is none."""
@@ -52,11 +68,21 @@ class Checkpoints:
         if step == self.latest():
             return
         position = {"step": step, "fingerprint": self.fingerprint}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)),
-            force=True,
-        )
+        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
+        with self._explained():
+            self._manager.save(step, args=arguments, force=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns what writing can raise (TensorStore reports a full disk as ValueError) into CheckpointNotSaved."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointNotSaved(
+                f"{self.folder}: a checkpoint could not be written: {str(error).strip()}\n"
+                f"Earlier checkpoints are intact (newest: {self.latest() or 'none'}); put the cause right and run the "
+                "same command again."
+            ) from error
 
     def restore(self, template: TrainState, step: int) -> TrainState:
         """The state saved at ``step``, in the shapes, dtypes and shardings of ``template`` (see ``state.abstract``).

@@ -7,48 +7,48 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 
 class Reporter:
-    """Shows the metric rows of a run of ``total`` steps, ``done`` of which an earlier start of it made."""
+    """Shows the metric rows of a run of ``total`` steps, ``done`` of which an earlier start of it made: as a live
+    display on a terminal, else as a plain line every ``every`` steps."""
 
     def __init__(self, total: int, done: int, every: int) -> None:
         self.total, self.every = total, every
-        console = Console(stderr=True)
-        self.live = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[metrics]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
+        console = Console(stderr=True, highlight=False)
+        self.bar = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=console
         )
-        self.task = self.live.add_task("train", total=total, completed=done, metrics="compiling")
+        self.task = self.bar.add_task("train", total=total, completed=done)
+        self.live = Live(Group(self.bar, Text("compiling")), console=console) if console.is_terminal else None
 
     def __enter__(self) -> Reporter:
-        self.live.start()
+        if self.live is not None:
+            self.live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.live.stop()
+        if self.live is not None:
+            self.live.stop()
 
     def say(self, message: str) -> None:
         """A line that stays."""
-        if self.live.disable:
-            print(message, file=sys.stderr, flush=True)
+        if self.live is not None:
+            self.live.console.print(message, markup=False, soft_wrap=True)
         else:
-            self.live.console.print(message, highlight=False)
+            print(message, file=sys.stderr, flush=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Shows a row of ``metrics.jsonl``."""
-        if not self.live.disable:
-            self.live.update(self.task, completed=row["step"], metrics=line(row))
+        if self.live is not None:
+            self.bar.update(self.task, completed=row["step"])
+            self.live.update(Group(self.bar, Text(line(row))))
         elif row["step"] % self.every == 0 or row["step"] == self.total:
             self.say(f"step {row['step']}/{self.total}  {line(row)}")
 
