@@ -20,6 +20,7 @@ from mwjax.rollouts import Rollout, Turn
 from mwjax.tree import RowShape, Tree, build, fragments
 from tests.random_rollouts import simulate
 
+CASES = Path(__file__).parent / "cases"
 seeds = st.integers(0, 10**6)
 LARGE = RowShape(10**6, 10**6, 10**6, 10**6)
 
@@ -313,3 +314,21 @@ def test_no_rows_at_all(folder):
     tree = build(turns(([1], [2])))
     facts = check_rows(tree, [], "rows", decoder(None), 5)
     assert (facts.rows, facts.never) == (0, 1)
+
+
+def test_more_loss_tokens_than_were_ever_sampled(folder):
+    nothing = Rollout("r", (Turn(np.array([1, 2], np.int32), np.zeros(0, np.int32)),))
+    result = check(folder, nothing, [row([1, 2, 3], [1, 2])])
+    assert (result.not_sampled, result.mismatches[0].tokens, result.never) == (2, 2, 0)
+    few = Rollout("r", (Turn(np.array([9, 8, 7, 6, 5, 4], np.int32), np.array([1, 1, 1], np.int32)),))
+    result = check(folder, few, [row([3, 9, 8, 7, 6, 5, 4, 2, 2, 1, 1, 1, 1, 1, 1, 2], range(9, 15))])
+    assert (result.not_sampled, result.never) == (6, 3)
+
+
+def test_a_summary_in_its_own_chain_is_known_behind_padding(folder):
+    (side,) = [rollouts.from_json(v) for v in json.loads((CASES / "side_chains.json").read_text())["rollouts"]]
+    ids = np.concatenate([np.zeros(7, int), side.turns[3].prompt_ids, side.turns[3].completion_ids])
+    count = len(side.turns[3].completion_ids)
+    result = check(folder, side, [row(ids, range(len(ids) - count, len(ids)))])
+    assert (result.wrong_prefix, result.not_sampled) == (count, 0)
+    assert result.mismatches[0].turn == 3 and result.mismatches[0].certain

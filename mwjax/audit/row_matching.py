@@ -175,13 +175,13 @@ def _identify(tree: Tree, index: Index, ids: np.ndarray, found: Targets, todo: n
         mine = todo[(found.place[todo] < common_prefix(reference.ids, ids)) & (found.owner[todo] < 0)]
         found.owner[mine] = reference.owner[found.place[mine]]
         known[mine] = True
-    for reference in (index.views[best], *index.unions):
+    if known[todo].all():
+        return
+    aligned = [(reference, _origin(index, reference, ids)) for reference in (index.views[best], *index.unions)]
+    # The walk that the row is most alike says what a text is: a summary is sampled here and only context there.
+    for reference, origins in sorted(aligned, key=lambda pair: -int((pair[1] >= 0).sum())):
         open_ = todo[~known[todo]]
-        if not len(open_):
-            return
-        held = reference.owner >= 0
-        ends = np.flatnonzero(held)[index.last_of_turn[reference.owner[held]]] + 1
-        origin = align(reference.ids, ids, ends).origin[found.place[open_]]
+        origin = origins[found.place[open_]]
         mine = open_[origin >= 0]
         found.owner[mine] = reference.owner[origin[origin >= 0]]
         known[mine] = True
@@ -193,10 +193,18 @@ def _identify(tree: Tree, index: Index, ids: np.ndarray, found: Targets, todo: n
             found.certain[run] = False
 
 
+def _origin(index: Index, reference: Reference, ids: np.ndarray) -> np.ndarray:
+    """The place in ``reference`` that each id of a segment comes from, or -1: int32 [N]."""
+    held = reference.owner >= 0
+    ends = np.flatnonzero(held)[index.last_of_turn[reference.owner[held]]] + 1
+    return align(reference.ids, ids, ends).origin
+
+
 def _likely(tree: Tree, ids: np.ndarray, place: np.ndarray) -> int | None:
     """The first sampled token of the piece of a completion that ``ids[place]`` (a contiguous run) most likely is."""
     sampled = tree.sampled
-    candidates = np.flatnonzero(sampled.token[: len(sampled.token) - len(place) + 1] == ids[place[0]])
+    starts = max(len(sampled.token) - len(place) + 1, 0)
+    candidates = np.flatnonzero(sampled.token[:starts] == ids[place[0]])
     for step in range(1, len(place)):
         if not len(candidates):
             return None
@@ -235,7 +243,7 @@ def _mismatch_runs(tree: Tree, found: Targets) -> Iterator[tuple[int, int]]:
     if not len(bad):
         return
     owner = found.owner[bad]
-    turn = np.where(owner >= 0, tree.sampled.turn[owner], -1)
+    turn = np.append(tree.sampled.turn, -1)[owner]
     new = (np.diff(found.place[bad]) != 1) | (np.diff(found.kind[bad]) != 0) | (np.diff(turn) != 0)
     for run in np.split(bad, np.flatnonzero(new) + 1):
         yield int(run[0]), len(run)
