@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 from mwjax import model, rollouts
-from mwjax.audit.inspect import built_rows
 from mwjax.losses.logprobs import edge_logprobs
 from mwjax.tree import RowShape, build, collate, fragments, pack
 from tests.random_rollouts import simulate
@@ -26,34 +26,35 @@ def tiny(layers=2, family="qwen3", dtype=jnp.float64):
     return config, model.init(config, jax.random.key(0), dtype)
 
 
-def loss(params, config, batch, dtype, attention):
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+@jax.value_and_grad
+def loss(params, config, rows, dtype):
     """A ratio-weighted objective, so that weight, advantage and rollout log-prob of every edge matter."""
-    rows, edges = batch.rows, batch.rows.edges
-    hidden = model.forward(
-        params, config, rows.tokens, rows.positions, rows.visible_until, attention=attention, dtype=dtype
-    )
+    edges = rows.edges
+    hidden = model.forward(params, config, rows.tokens, rows.positions, rows.visible_until, dtype=dtype)
     scores = edge_logprobs(hidden, model.unembedding(params, config), edges.parent, edges.target, edges.temperature)
     ratio = jnp.exp(scores.logprob - jnp.nan_to_num(edges.rollout_logprob))
     return (edges.weight * (edges.advantage * ratio - scores.logprob + 0.1 * scores.entropy)).sum()
 
 
-def rows_of(trees, method, shape=None, order=None, padding=0):
-    advantages = np.random.default_rng(5).normal(size=len(trees)).astype(np.float32)
-    if shape is None:
-        batch = built_rows(trees, method)
-    else:
-        made = fragments(trees, method, shape)
+def rows_of(trees, method, length=1024, order=None):
+    """All rows of some rollouts; with the default length they are one row, so that most tests share one compilation."""
+    paired = method == "sdcc"
+    shape = RowShape(length, length, length * paired, length * paired)
+    made = fragments(trees, method, shape)
+    if order is not None:
         made = [made[k] for k in order.permutation(len(made))]
-        rows = pack([fragment.needs for fragment in made], shape)
-        batch = collate(made, rows, shape, len(rows) + padding)
-    batch.rows.edges.advantage[:] = advantages[batch.rows.edges.rollout]
-    return batch
+    packed = pack([fragment.needs for fragment in made], shape)
+    rows = collate(made, packed, shape, len(packed) + (order is not None)).rows
+    advantages = np.random.default_rng(5).normal(size=len(trees)).astype(np.float32)
+    rows.edges.advantage[:] = advantages[rows.edges.rollout]
+    return rows
 
 
-def loss_and_gradient(batch, *, dtype=jnp.float64, attention="blockwise", **kind):
+def loss_and_gradient(rows, *, dtype=jnp.float64, **kind):
     with jax.enable_x64(dtype == jnp.float64):
         config, params = tiny(dtype=dtype, **kind)
-        return jax.jit(jax.value_and_grad(loss), static_argnums=(1, 3, 4))(params, config, batch, dtype, attention)
+        return loss(params, config=config, rows=rows, dtype=dtype)
 
 
 def assert_same(left, right, tolerance):
@@ -83,8 +84,7 @@ def test_for_any_row_size_order_and_padding():
     longest = max(len(view.ids) for tree in trees for view in tree.views)
     rng = np.random.default_rng(0)
     for length in (longest, 2 * longest + 3):
-        batch = rows_of(trees, "packed", RowShape(length, length), rng, padding=1)
-        assert_same(loss_and_gradient(batch), want, 1e-10)
+        assert_same(loss_and_gradient(rows_of(trees, "packed", length, rng)), want, 1e-10)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -110,13 +110,15 @@ def test_without_junctions_every_method_has_the_same_loss():
         assert_same(loss_and_gradient(rows_of([tree], method)), want, 1e-10)
 
 
+forward = jax.jit(model.forward, static_argnames=("config", "dtype"))
+
+
 def token_logprobs(tree, method, layers):
     """{(turn, index): log-prob} under one method's rows."""
     with jax.enable_x64(True):
         config, params = tiny(layers)
-        batch = built_rows([tree], method)
-        rows, edges = batch.rows, batch.rows.edges
-        forward = jax.jit(model.forward, static_argnums=1, static_argnames="dtype")
+        rows = rows_of([tree], method, 128)
+        edges = rows.edges
         hidden = forward(params, config, rows.tokens, rows.positions, rows.visible_until, dtype=jnp.float64)
         scores = edge_logprobs(hidden, model.unembedding(params, config), edges.parent, edges.target, edges.temperature)
         found = np.asarray(scores.logprob)
@@ -162,8 +164,7 @@ def test_with_one_layer_what_is_left_of_the_union_error_is_the_position():
     with jax.enable_x64(True):
         config, params = tiny(1)
         exact = token_logprobs(tree, "logittree", 1)
-        rows = built_rows([tree], "union").rows
-        forward = jax.jit(model.forward, static_argnums=1, static_argnames="dtype")
+        rows = rows_of([tree], "union", 128)
         for k in np.flatnonzero(rows.edges.weight[0]):
             parent = rows.edges.parent[0, k]
             seen = np.flatnonzero(rows.visible_until[0, : parent + 1] > parent)
