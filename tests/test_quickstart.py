@@ -93,7 +93,7 @@ def test_page_is_self_contained_and_links_to_the_runs(finished: Quickstart) -> N
     assert {"packed/", "naive_compressed/", "plots/"} <= set(links)
     assert "<script" not in page and "@import" not in page
     card = (finished.run_dir / "card.md").read_text()
-    for name in ("data", "harness", "sampled by", "logdiff", "trained", "versions", "time"):
+    for name in ("data", "harness", "sampled by", "logdiff", "trained", "versions", "time of this start"):
         assert f"**{name}**" in card
 
 

@@ -57,7 +57,7 @@ def _figures(found: Quickstart) -> dict[str, Figure]:
     if wrong:
         drawn["sizes"] = sizes_figure(wrong)
     if found.scores.results:
-        drawn["logdiff"] = figures.logdiff_histograms(found.scores.results)
+        drawn["logdiff"] = figures.logdiff_curves(found.scores.results)
     drawn["loss"] = figures.loss_curves({run.method: run.losses for run in found.runs})
     return drawn
 
@@ -110,9 +110,9 @@ def _logdiff(found: Quickstart, drawn: Mapping[str, Figure]) -> str:
     if "logdiff" not in drawn:
         return report.paragraph(f"logdiff {found.scores.reason}")
     caption = (
-        f"|log p in the training row - log p recorded when sampled| per loss token, {MODEL}, "
-        f"{len(found.scores.trees)} rollouts. What exact methods show is float32 rounding; the humps on the right are "
-        "tokens scored under another context."
+        f"How far training's log-probs are from those recorded when sampling, {MODEL}, {len(found.scores.trees)} "
+        "rollouts. Exact methods differ by rounding alone; what lies right of that is tokens scored under another "
+        "context."
     )
     return report.figure(drawn["logdiff"], caption)
 
@@ -150,7 +150,7 @@ def card_facts(found: Quickstart) -> list[tuple[str, str]]:
             f"of SFT, {found.training.rollouts_per_step} rollouts each, rows of {found.training.row_length} tokens",
         ),
         ("versions", versions()),
-        ("time", times(found.seconds)),
+        ("time of this start", times(found.seconds)),
     ]
 
 

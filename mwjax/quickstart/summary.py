@@ -106,7 +106,7 @@ def _signs(scores: Scores) -> list[str]:
     ):
         found = shift(exact, other, scores.trees)
         if found.mean is not None:
-            parts.append(f"{name} {found.mean:+.2f} at {found.tokens} {where} (the paper expects it {expected})")
+            parts.append(f"{name} {found.mean:+.2f} at {found.tokens} {where} (MemoryWalker expects it {expected})")
     if not parts:
         return []
     return [f"log p under the wrong prefix - log p under the generation prefix, mean in nats: {'; '.join(parts)}."]
