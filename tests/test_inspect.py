@@ -21,6 +21,7 @@ from mwjax import audit, cli, rollouts
 from mwjax.audit.audit_page import audit_html
 from mwjax.audit.drawing import draw, legend
 from mwjax.audit.inspect import lines
+from mwjax.audit.terminal import show
 from mwjax.audit.text import decoder
 from mwjax.rollouts import Edit, Rollout, Turn
 from mwjax.tree import build
@@ -252,3 +253,14 @@ def test_neither_verb_imports_jax(file, tmp_path):
 def test_lines_are_plain_json_values():
     for line in lines(build(simulate(3).rollout), tokens=True):
         json.dumps(line, allow_nan=False)
+
+
+def test_names_cannot_command_the_terminal():
+    case = json.loads((CASES / "running_example.json").read_text())
+    tree = build(rollouts.from_json({**case["rollouts"][0], "id": "\x1b[2J\nr", "group": "g"}))
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    draw(tree, console)
+    assert console.file.getvalue().startswith("?[2J?r  group g  reward 1\n")  # type: ignore[attr-defined]
+    show(audit.run([tree.rollout]), console)
+    assert "  ?[2J?r  5 of 10 loss tokens" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mwjax.audit.inspect import trie_tokens
 from mwjax.audit.tables import plural
-from mwjax.audit.text import Decode, head
+from mwjax.audit.text import Decode, harmless, head
 from mwjax.rollouts.record import MAIN_CHAIN
 from mwjax.tree import Junction, Tree, View
 
@@ -43,6 +43,7 @@ def legend(console: Console) -> Text:
 def draw(tree: Tree, console: Console, decode: Decode | None = None) -> None:
     """Print one rollout. With ``decode``, also what was sampled, evicted and inserted, as text."""
     for line in _lines(tree, console, decode):
+        line.plain = harmless(line.plain)
         # What is cut off ends in an ellipsis, which ASCII lacks.
         console.print(line, no_wrap=True, overflow="crop" if _ascii(console) else "ellipsis")
 

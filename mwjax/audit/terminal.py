@@ -20,6 +20,7 @@ from mwjax.audit.tables import (
     rows_facts,
     token_facts,
 )
+from mwjax.audit.text import harmless
 
 
 def show(result: AuditResult, console: Console) -> None:
@@ -96,5 +97,5 @@ def _two_columns(facts: Facts) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, value in facts:
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(harmless(name)), Text(harmless(value)))
     return table

@@ -58,6 +58,11 @@ def _one_line(text: str) -> str:
     return "'" + "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in shown) + "'"
 
 
+def harmless(text: str) -> str:
+    """The text of a rollout with ``?`` for what a terminal would obey instead of showing; as long as it was."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def head(decode: Decode, ids: np.ndarray, count: int = 12) -> str:
     """The first ``count`` ids; empty where there are none."""
     return "" if not len(ids) else decode(ids[:count]) + (" ..." if len(ids) > count else "")
