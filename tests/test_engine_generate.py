@@ -141,7 +141,7 @@ def test_a_completion_does_not_depend_on_its_batch() -> None:
     for prompt, sampling, completion in zip(batch, each, together):
         (alone,) = generate(PARAMS, CONFIG, [prompt], [sampling])
         np.testing.assert_array_equal(alone.ids, completion.ids)
-        np.testing.assert_allclose(alone.logprobs, completion.logprobs, atol=1e-5)
+        np.testing.assert_allclose(alone.logprobs, completion.logprobs, atol=1e-4)
 
 
 def test_one_sampling_for_all_gives_each_prompt_its_own_seed() -> None:

@@ -213,3 +213,23 @@ def test_restored_text_gets_a_second_entry_in_the_union_row():
     assert union.entry_position.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 8]
     assert union.entry_depth.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 2, 3, 8]
     assert union.entry_until.tolist() == [11, 11, 6, 6, 11, 11, 11, 11, 11, 11, 11]
+
+
+@pytest.mark.parametrize(
+    ("evicted", "replacement", "author", "detail"),
+    [
+        ((2, 4), [], "harness", "pruned_tool_result"),
+        ((2, 4), [9], "harness", "pruned_tool_result"),
+        ((4, 7), [9], "harness", "compaction"),
+        ((4, 7), [9], "policy", "fold"),
+        ((4, 7), [], "policy", None),
+    ],
+)
+def test_details_of_white_box_junctions(evicted, replacement, author, detail):
+    first = Turn(np.arange(1, 6, dtype=np.int32), np.array([6, 7], np.int32))
+    live = [1, 2, 3, 4, 5, 6, 7]
+    live[slice(*evicted)] = replacement
+    second = Turn(np.array([*live, 10], np.int32), np.array([8], np.int32))
+    edit = Edit(1, (evicted,), evicted[0], np.array(replacement, np.int32), author=author)
+    (junction,) = build(Rollout("r", (first, second), (edit,))).junctions
+    assert junction.detail == detail

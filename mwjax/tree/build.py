@@ -275,12 +275,13 @@ def _detail(history: History, edits: list[Edit]) -> str | None:
     evicting = [edit for edit in edits if edit.evicted]
     if not evicting:
         return None
+    origin = _join(history.origin_turn, np.int64)
+    if not any((origin[lo:hi] >= 0).any() for edit in evicting for lo, hi in edit.evicted):
+        return "pruned_tool_result"  # nothing the policy wrote is gone, with or without a stub in its place
     if any(len(edit.replacement_ids) for edit in evicting):
         by_policy = any(edit.replacement_from or edit.author == "policy" for edit in evicting)
         return "fold" if by_policy else "compaction"
-    origin = _join(history.origin_turn, np.int64)
-    sampled = any((origin[lo:hi] >= 0).any() for edit in evicting for lo, hi in edit.evicted)
-    return None if sampled else "pruned_tool_result"
+    return None
 
 
 def _sampled_tokens(
