@@ -264,3 +264,9 @@ def test_names_cannot_command_the_terminal():
     show(audit.run([tree.rollout]), console)
     assert "  ?[2J?r  5 of 10 loss tokens" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_audit_reads_a_pipe_whole(file):
+    command = [sys.executable, "-m", "mwjax", "audit", "/dev/stdin"]
+    done = subprocess.run(command, input=file.read_bytes(), capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"3 rollouts read, 0 refused\n")

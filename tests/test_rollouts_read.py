@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -178,3 +179,15 @@ def test_random_access_notices_a_changed_file(tmp_path, suffix: str) -> None:
     path.unlink()
     with pytest.raises(RolloutFileError, match="there is no such file"):
         source[1]
+
+
+def test_a_pipe_gives_its_rollouts_once() -> None:
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, line("a") + line("b"))
+        os.close(writer)
+        with pytest.raises(RolloutFileError, match=r"^cannot read /dev/fd/\d+ more than once: it is a pipe; save"):
+            RolloutFile(f"/dev/fd/{reader}")
+        assert [rollout.id for rollout in read(f"/dev/fd/{reader}").rollouts] == ["a", "b"]
+    finally:
+        os.close(reader)

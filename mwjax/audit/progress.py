@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mwjax.rollouts.errors import file_error
-from mwjax.rollouts.lines import is_compressed
+from mwjax.rollouts.lines import is_compressed, is_pipe
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def reading(paths: Sequence[epath.PathLike]) -> Iterator[Callable[[str, int], No
 
 def _size(path: epath.PathLike) -> int | None:
     """Bytes of a plain file; None where the progress cannot be told from them."""
-    if is_compressed(path):
+    if is_pipe(path) or is_compressed(path):
         return None
     try:
         return epath.Path(path).expanduser().stat().length

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
@@ -10,6 +12,7 @@ import zstandard
 from etils import epath
 
 from mwjax.rollouts.errors import file_error
+from mwjax.rollouts.storage import is_local
 
 CHUNK_BYTES = 1 << 18
 GZIP_MAGIC = b"\x1f\x8b"
@@ -63,6 +66,17 @@ def is_compressed(path: epath.PathLike) -> bool:
             return handle.read(4).startswith((GZIP_MAGIC, ZSTD_MAGIC))
     except OSError as error:
         raise file_error("read", path, error) from error
+
+
+def is_pipe(path: epath.PathLike) -> bool:
+    """Whether this is no file but a pipe or a device, which gives what it holds only once."""
+    if not is_local(path):
+        return False
+    try:
+        mode = os.stat(os.path.expanduser(path)).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def open_binary(path: epath.PathLike) -> IO[Any]:

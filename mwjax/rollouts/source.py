@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from mwjax.rollouts.errors import RecordError, RolloutFileError, file_error
-from mwjax.rollouts.lines import DamagedFile, Line, is_compressed, lines, open_binary
+from mwjax.rollouts.lines import DamagedFile, Line, is_compressed, is_pipe, lines, open_binary
 from mwjax.rollouts.read import Refusal, entries, parse_line, summary
 from mwjax.rollouts.record import Rollout
 
@@ -24,11 +24,13 @@ class RolloutFile:
     """
 
     def __init__(self, path: epath.PathLike, *, vocab_size: int | None = None) -> None:
-        """Raises RolloutFileError if the file cannot be read."""
+        """Raises RolloutFileError if the file cannot be read, or is a pipe."""
         self.path = str(path)
         self.vocab_size = vocab_size
         self.refused: list[Refusal] = []
         self.ids: list[str] = []
+        if is_pipe(path):
+            raise RolloutFileError(f"cannot read {path} more than once: it is a pipe; save what it gives to a file")
         self._compressed = is_compressed(path)
         self._text: list[bytes] | None = [] if self._compressed else None
         where = []
