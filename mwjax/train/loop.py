@@ -21,7 +21,7 @@ from mwjax.train.checkpoint import Checkpoints
 from mwjax.train.config import RunConfig
 from mwjax.train.mesh import by_rows, make_mesh, place, replicated
 from mwjax.train.optimizer import learning_rate, optimizer
-from mwjax.train.progress import Reporter
+from mwjax.train.progress import Reporter, measuring
 from mwjax.train.recompiles import CompileCounter
 from mwjax.train.step import COMPILED, Step, build
 from mwjax.train.stop import StopOnSignal
@@ -90,7 +90,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     mesh = make_mesh(config.mesh)
     shape, params = setup.decoder(config.model)
     digest, description = state.weights_digest(params), setup.describe(config.model, shape, params)
-    index = data.scan(config.data.paths, setup.layout(config), vocab_size=shape.vocab_size)
+    index = data.scan(config.data.paths, setup.layout(config), vocab_size=shape.vocab_size, progress=measuring)
     source = setup.step_source(config, index)
     total = config.data.steps or source.steps_in(config.data.epochs)
     params = jax.device_put(params, replicated(mesh))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.text import Text
 
 
@@ -51,6 +51,12 @@ class Reporter:
             self.live.update(Group(self.bar, Text(line(row))))
         elif row["step"] % self.every == 0 or row["step"] == self.total:
             self.say(f"step {row['step']}/{self.total}  {line(row)}")
+
+
+def measuring(numbers: Iterable[int], total: int) -> Iterable[int]:
+    """``numbers``, with a bar while they are gone through; as `data.scan` takes it."""
+    console = Console(stderr=True)
+    return track(numbers, "measuring rollouts", total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def line(row: Mapping[str, Any]) -> str:
