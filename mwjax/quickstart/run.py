@@ -17,7 +17,7 @@ from mwjax.rollouts.read import summary
 from mwjax.train.config import SmallModel
 from mwjax.tree import Tree
 
-# Of every harness; a rollout costs about three seconds of one core under the five methods.
+# Of every harness; a rollout costs about six seconds of one core under the five methods.
 SCORED_PER_HARNESS = 2
 # What a run leaves in its directory, beside the directories of the training runs.
 WRITTEN = (pretrained.FILE, "report.html", "card.md", "plots")

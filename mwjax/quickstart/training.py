@@ -55,7 +55,7 @@ class Training:
             model=ModelSection(small=self.model),
             loss=LossConfig(task="sft"),
             optimizer=OptimizerConfig(learning_rate=self.learning_rate, warmup_steps=min(4, self.steps)),
-            checkpoint=CheckpointConfig(every=max(self.steps // 2, 1)),
+            checkpoint=CheckpointConfig(every=max(self.steps // 2, 1), keep=1),
             log_every=max(self.steps // 4, 1),
         )
 
