@@ -22,7 +22,7 @@ def tree_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def files(folder):
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -55,8 +55,8 @@ def test_round_trip_is_equal_to_the_byte(tmp_path, family, tied, dtype, max_shar
     tree_equal(again, params)
     assert jax.tree.leaves(again)[0].dtype == dtype
     model.save(tmp_path / "b", again_config, again, source=tmp_path / "a", max_shard_bytes=max_shard_bytes)
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert ("model.safetensors.index.json" in files(tmp_path / "a")) == (max_shard_bytes == 4000)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert ("model.safetensors.index.json" in contents(tmp_path / "a")) == (max_shard_bytes == 4000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]  # no temporary folder left
     wide = model.load(tmp_path / "a")[1]
     tree_equal(wide, jax.tree.map(lambda x: x.astype(jnp.float32), params))
@@ -200,7 +200,7 @@ def test_source_files_are_copied_and_its_config_kept_while_it_still_holds(tmp_pa
     (source / "chat_template.jinja").write_text("x")
     (source / "notes.txt").write_text("mine")
     model.save(tmp_path / "same", config, params, source=source)
-    assert sorted(files(tmp_path / "same")) == [
+    assert sorted(contents(tmp_path / "same")) == [
         "chat_template.jinja",
         "config.json",
         "model.safetensors",
@@ -229,9 +229,9 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path, monkeypatch):
             with pytest.raises(model.ModelFilesError, match=r"nothing was changed: .*No space left on device"):
                 model.save(tmp_path / name, config, params, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert files(tmp_path / "kept") == {"mine.txt": b"mine"}
+    assert contents(tmp_path / "kept") == {"mine.txt": b"mine"}
     model.save(tmp_path / "kept", config, params, overwrite=True)
-    assert sorted(files(tmp_path / "kept")) == ["config.json", "model.safetensors"]
+    assert sorted(contents(tmp_path / "kept")) == ["config.json", "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     (tmp_path / "empty").mkdir()
     model.save(tmp_path / "empty", config, params)
@@ -255,3 +255,47 @@ def test_parameters_that_do_not_fit_are_not_saved(tmp_path):
     ):
         model.save(tmp_path / "m", config, jax.tree.map(lambda x: x.astype(jnp.float64), params))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_of_the_source_are_kept_where_they_are_small_enough(tmp_path):
+    config, params = make()
+    model.save(tmp_path / "a", config, params, max_shard_bytes=4000)
+    source = tmp_path / "b"
+    source.mkdir()
+    # as other writers do it: other cuts, a repeated head, more in the index's metadata
+    tensors = {}
+    for path in sorted((tmp_path / "a").glob("*.safetensors")):
+        tensors |= load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, source / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_parameters": 1, "total_size": total}}
+    index["weight_map"] = {name: file for file, held in files.items() for name in held}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "config.json").write_text(json.dumps({**config.to_hf(), "dtype": "float32", "bos_token_id": 1}))
+
+    model.save(tmp_path / "same", *model.load(source), source=source)
+    assert contents(tmp_path / "same") == contents(source)
+    model.save(tmp_path / "half", *model.load(source), source=source, dtype=jnp.bfloat16)
+    assert set(contents(tmp_path / "half")) == set(contents(source))
+    halved = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
+    assert halved["metadata"] == {"total_size": total // 2} and halved["weight_map"] == index["weight_map"]
+    model.save(tmp_path / "small", *model.load(source), source=source, max_shard_bytes=4000)
+    assert len(contents(tmp_path / "small")) > 4
+    tree_equal(model.load(tmp_path / "small")[1], params)
+
+
+def test_what_is_written_can_be_read_by_others(tmp_path):
+    model.save(tmp_path / "m", *make())
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "m").iterdir()}
+    assert set(modes.values()) == {0o644} and (tmp_path / "m").stat().st_mode & 0o777 == 0o755
+
+
+def test_numpy_arrays_are_saved_as_jax_arrays_are(tmp_path):
+    config, params = make("llama", tied=False, dtype=jnp.bfloat16)
+    model.save(tmp_path / "jax", config, params)
+    model.save(tmp_path / "numpy", config, jax.tree.map(np.asarray, params))
+    assert contents(tmp_path / "jax") == contents(tmp_path / "numpy")

@@ -4,7 +4,9 @@ from mwjax.model.attention import attend
 from mwjax.model.cache import Cache, decode_step, init_cache
 from mwjax.model.config import ModelConfig, UnsupportedModelError, small_config
 from mwjax.model.decoder import abstract_params, declarations, forward, init, logical_axes, unembedding
-from mwjax.model.hugging_face import ModelFilesError, load, save
+from mwjax.model.errors import ModelFilesError
+from mwjax.model.hub import local_folder
+from mwjax.model.hugging_face import load, read_config, save
 
 __all__ = [
     "Cache",
@@ -19,7 +21,9 @@ __all__ = [
     "init",
     "init_cache",
     "load",
+    "local_folder",
     "logical_axes",
+    "read_config",
     "save",
     "small_config",
     "unembedding",

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mwjax.model.config import ModelConfig
 from mwjax.model.decoder import Params, abstract_params, declarations
+from mwjax.model.errors import ModelFilesError
+from mwjax.model.hub import CONFIG, INDEX, WEIGHTS, local_folder, upload
 from mwjax.model.parameters import Declaration, is_declaration
+from mwjax.rollouts.storage import is_local
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,15 +39,6 @@ COPIED = (
     "chat_template.json",
     "generation_config.json",
 )
-
-
-class ModelFilesError(ValueError):
-    """A model folder cannot be read or written. ``problems`` lists everything found wrong, one line each."""
-
-    def __init__(self, folder: os.PathLike[str] | str, problems: list[str]):
-        self.problems = problems
-        shown = problems[:40] + ([f"... and {len(problems) - 40} more"] if len(problems) > 40 else [])
-        super().__init__("\n  ".join([f"model folder {os.fspath(folder)}:", *shown]))
 
 
 class _Stored(NamedTuple):
@@ -60,10 +56,11 @@ class _Tensor(NamedTuple):
     layer: int | None
 
 
-def load(folder: os.PathLike[str] | str, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
+def load(name: os.PathLike[str] | str, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
     """Read config.json and the weights (one model.safetensors, or shards with an index).
 
     Args:
+      name: a folder, a hub id or a folder in object storage; see `mwjax.model.local_folder`.
       dtype: of the parameters, whatever the files hold; None keeps what the files hold.
 
     Raises:
@@ -71,30 +68,18 @@ def load(folder: os.PathLike[str] | str, dtype: Any = jnp.float32) -> tuple[Mode
         such problems are listed together before any weight is read.
       UnsupportedModelError: config.json describes a model that is not supported.
     """
-    folder = Path(folder)
-    config = ModelConfig.from_hf(_read_json(folder, CONFIG))
-    stored, problems = _headers(folder)
-    expected = _tensors(config)
-    sizes = config.axis_sizes()
-    shapes = {tensor.name: tensor.declaration.file_shape(sizes) for tensor in expected}
-    ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}  # a buffer old checkpoints carry
-    if config.tied and "lm_head.weight" in stored:
-        ignored.add("lm_head.weight")
-        problems += _tied_copy(stored)
-    problems += [f"missing tensor {name} {shapes[name]}" for name in shapes if name not in stored]
-    for name, tensor in stored.items():
-        if name in ignored:
-            continue
-        if name not in shapes:
-            problems.append(f"unexpected tensor {name} {tensor.shape}")
-            continue
-        if tensor.shape != shapes[name]:
-            problems.append(f"tensor {name} has shape {tensor.shape}, config.json asks for {shapes[name]}")
-        if tensor.dtype not in DTYPES:
-            problems.append(f"tensor {name} has dtype {tensor.dtype}; supported: {', '.join(DTYPES)}")
-    if problems:
-        raise ModelFilesError(folder, problems)
-    return config, _read(config, stored, dtype)
+    with local_folder(name) as folder:
+        config = read_config(folder)
+        stored, problems = _headers(folder)
+        problems += _misfits(config, stored)
+        if problems:
+            raise ModelFilesError(name, problems)
+        return config, _read(config, stored, dtype)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration in a folder's config.json. Raises as `load`."""
+    return ModelConfig.from_hf(_read_json(folder, CONFIG))
 
 
 def save(
@@ -110,36 +95,71 @@ def save(
     """Write a folder that transformers and `load` read. It appears complete or not at all.
 
     Args:
+      folder: where to; in object storage too, where config.json appears last.
+      params: arrays of jax or numpy.
       dtype: float32, float16 or bfloat16; None keeps the parameters' own.
-      source: folder the model came from: its tokenizer files are copied, and its config.json is kept where it still
-        describes ``config``.
+      source: folder the model came from: its tokenizer files are copied, its config.json is kept where it still
+        describes ``config``, and its division into files unless one would be larger than ``max_shard_bytes``. So what
+        `load` read with dtype None is written back equal to the byte.
       overwrite: replace a folder that exists and is not empty.
       max_shard_bytes: more than that is split into shards with an index.
 
     Raises:
       ModelFilesError: the folder is not empty, the parameters do not fit the configuration, or writing failed.
     """
-    folder = Path(folder)
-    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelFilesError(folder, ["exists already and is not empty; choose another name or pass overwrite=True"])
-    tensors = _tensors(config)
+    target = epath.Path(folder)
+    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+        raise ModelFilesError(
+            folder,
+            ["exists already and is not empty; choose another name, or overwrite it (overwrite=True, --overwrite)"],
+        )
     problems = _unfit(config, params, dtype)
     if problems:
         raise ModelFilesError(folder, problems)
+    beside = Path(folder).parent if is_local(folder) else None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        if beside is not None:
+            beside.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=beside))
     except OSError as error:
         raise ModelFilesError(folder, [f"cannot create it: {error}"]) from None
     try:
-        written = _write_weights(temporary, params, tensors, dtype, max_shard_bytes)
-        _write_config(temporary, config, written, None if source is None else Path(source))
-        temporary.chmod(0o755)
-        _move(temporary, folder)
+        origin = None if source is None else Path(source)
+        written = _write_weights(temporary, params, _shards(config, params, dtype, origin, max_shard_bytes), dtype)
+        _write_config(temporary, config, written, origin)
+        _let_others_read(temporary)
+        if is_local(folder):
+            _move(temporary, Path(folder))
+        else:
+            upload(temporary, os.fspath(folder))
     except (OSError, SafetensorError) as error:
-        raise ModelFilesError(folder, [f"writing failed, nothing was changed: {error}"]) from None
+        changed = ", nothing was changed" if is_local(folder) else ""
+        raise ModelFilesError(folder, [f"writing failed{changed}: {error}"]) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _misfits(config: ModelConfig, stored: Mapping[str, _Stored]) -> list[str]:
+    """What is missing, unexpected or of the wrong kind in a folder's files."""
+    sizes = config.axis_sizes()
+    shapes = {tensor.name: tensor.declaration.file_shape(sizes) for tensor in _tensors(config)}
+    ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}  # a buffer old checkpoints carry
+    problems = []
+    if config.tied and HEAD in stored:
+        ignored.add(HEAD)
+        problems += _tied_copy(stored)
+    problems += [f"missing tensor {name} {shapes[name]}" for name in shapes if name not in stored]
+    for name, tensor in stored.items():
+        if name in ignored:
+            continue
+        if name not in shapes:
+            problems.append(f"unexpected tensor {name} {tensor.shape}")
+            continue
+        if tensor.shape != shapes[name]:
+            problems.append(f"tensor {name} has shape {tensor.shape}, config.json asks for {shapes[name]}")
+        if tensor.dtype not in DTYPES:
+            problems.append(f"tensor {name} has dtype {tensor.dtype}; supported: {', '.join(DTYPES)}")
+    return problems
 
 
 def _tensors(config: ModelConfig) -> list[_Tensor]:
@@ -209,16 +229,12 @@ def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
 
 def _tied_copy(stored: Mapping[str, _Stored]) -> list[str]:
     """A tied model's file may repeat the embedding as lm_head.weight; a different one would be dropped silently."""
-    embedding = stored.get("model.embed_tokens.weight")
-    head = stored["lm_head.weight"]
+    embedding, head = stored.get(EMBEDDING), stored[HEAD]
     if embedding is None:
         return []
-    if (
-        embedding[1:] == head[1:]
-        and _array(embedding, "model.embed_tokens.weight").tobytes() == _array(head, "lm_head.weight").tobytes()
-    ):
+    if embedding[1:] == head[1:] and _array(embedding, EMBEDDING).tobytes() == _array(head, HEAD).tobytes():
         return []
-    return ["config.json says tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight"]
+    return [f"config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDING}"]
 
 
 def _array(stored: _Stored, name: str) -> np.ndarray:
@@ -266,33 +282,69 @@ def _unfit(config: ModelConfig, params: Params, dtype: Any) -> list[str]:
     return sorted(problems)
 
 
-def _write_weights(
-    folder: Path,
-    params: Params,
-    tensors: list[_Tensor],
-    dtype: Any,
-    max_shard_bytes: int,
-) -> str:
-    """Write the weights, one shard in memory at a time; returns the name of their dtype."""
-    shards: list[list[_Tensor]] = [[]]
-    total = filled = 0
-    for tensor in tensors:
+class _Shards(NamedTuple):
+    """Which tensors go into which file, and the text of the index (None: there is one file)."""
+
+    files: dict[str, list[_Tensor]]
+    index_text: str | None
+
+
+def _shards(config: ModelConfig, params: Params, dtype: Any, source: Path | None, max_shard_bytes: int) -> _Shards:
+    tensors = _tensors(config)
+    origin: dict[str, _Stored] = {}
+    if source is not None:
+        with contextlib.suppress(ModelFilesError):  # a source may hold tokenizer files only
+            origin = _headers(source)[0]
+    if config.tied and HEAD in origin:  # the source repeats the embedding: so do we
+        declaration = next(tensor.declaration for tensor in tensors if tensor.name == EMBEDDING)
+        tensors.append(_Tensor(HEAD, declaration, ("embedding",), None))
+
+    def size(tensor: _Tensor) -> int:
         leaf = _get(params, tensor.path)
         count = leaf.size if tensor.layer is None else leaf.size // leaf.shape[0]
-        size = count * jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize
-        if shards[-1] and filled + size > max_shard_bytes:
+        return count * jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize
+
+    if {tensor.name for tensor in tensors} == set(origin):
+        kept: dict[str, list[_Tensor]] = {}
+        for tensor in tensors:
+            kept.setdefault(origin[tensor.name].file.name, []).append(tensor)
+        if all(sum(map(size, shard)) <= max_shard_bytes for shard in kept.values()):
+            return _Shards(kept, _index(kept, size, source))
+    shards: list[list[_Tensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + size(tensor) > max_shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(tensor)
-        filled, total = filled + size, total + size
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(dict(_arrays(params, shard, dtype)), folder / file, metadata={"format": "pt"})
-        weight_map.update({tensor.name: file for tensor in shard})
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        filled += size(tensor)
+    if len(shards) == 1:
+        return _Shards({WEIGHTS: shards[0]}, None)
+    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    return _Shards(files, _index(files, size, None))
+
+
+def _index(files: Mapping[str, list[_Tensor]], size: Callable[[_Tensor], int], source: Path | None) -> str | None:
+    """The text of model.safetensors.index.json; that of ``source`` where it says the same."""
+    total = sum(size(tensor) for shard in files.values() for tensor in shard)
+    if source is not None:
+        if not (source / INDEX).is_file():
+            return None
+        text = (source / INDEX).read_text(encoding="utf-8")
+        metadata = json.loads(text).get("metadata")
+        if isinstance(metadata, dict) and metadata.get("total_size") == total:
+            return text
+    weight_map = {tensor.name: file for file, shard in files.items() for tensor in shard}
+    values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _write_weights(folder: Path, params: Params, shards: _Shards, dtype: Any) -> str:
+    """Write the weights, one file in memory at a time; returns the name of their dtype."""
+    for file, tensors in shards.files.items():
+        save_file(dict(_arrays(params, tensors, dtype)), folder / file, metadata={"format": "pt"})
+    if shards.index_text is not None:
+        (folder / INDEX).write_text(shards.index_text, encoding="utf-8")
     return jnp.dtype(params["embedding"].dtype if dtype is None else dtype).name
 
 
@@ -319,6 +371,13 @@ def _write_config(folder: Path, config: ModelConfig, dtype: str, source: Path | 
             else:
                 text = json.dumps({**original, **values}, indent=2) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _let_others_read(folder: Path) -> None:
+    """Temporary folders and safetensors files are made for their owner alone."""
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
 
 
 def _move(temporary: Path, folder: Path) -> None:
