@@ -233,3 +233,13 @@ def test_details_of_white_box_junctions(evicted, replacement, author, detail):
     edit = Edit(1, (evicted,), evicted[0], np.array(replacement, np.int32), author=author)
     (junction,) = build(Rollout("r", (first, second), (edit,))).junctions
     assert junction.detail == detail
+
+
+def test_a_restore_that_takes_its_stub_away_is_no_pruning():
+    first = Turn(np.arange(1, 6, dtype=np.int32), np.array([6], np.int32))
+    second = Turn(np.array([1, 9, 4, 5, 6], np.int32), np.array([7], np.int32))
+    third = Turn(np.array([1, 2, 3, 4, 5, 6, 7], np.int32), np.array([8], np.int32))
+    away = Edit(1, ((1, 3),), 1, np.array([9], np.int32), stored_as="key")
+    back = Edit(2, ((6, 7),), restored=((1, 3),))
+    tree = build(Rollout("r", (first, second, third), (away, back)))
+    assert [j.detail for j in tree.junctions] == ["pruned_tool_result", None]

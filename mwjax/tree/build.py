@@ -273,7 +273,7 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 def _detail(history: History, edits: list[Edit]) -> str | None:
     """What white-box edits say a junction was; None where they do not tell."""
     evicting = [edit for edit in edits if edit.evicted]
-    if not evicting:
+    if not evicting or any(edit.restored for edit in edits):
         return None
     origin = _join(history.origin_turn, np.int64)
     if not any((origin[lo:hi] >= 0).any() for edit in evicting for lo, hi in edit.evicted):
