@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from mwjax import model
-from mwjax.model import hugging_face
+from mwjax.model import writing
 
 
 def tree_equal(a, b):
@@ -224,7 +224,7 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(hugging_face, "save_file", full)
+        patched.setattr(writing, "save_file", full)
         for name in ("new", "kept"):
             with pytest.raises(model.ModelFilesError, match=r"nothing was changed: .*No space left on device"):
                 model.save(tmp_path / name, config, params, overwrite=True)

@@ -6,7 +6,8 @@ from mwjax.model.config import ModelConfig, UnsupportedModelError, small_config
 from mwjax.model.decoder import abstract_params, declarations, forward, init, logical_axes, unembedding
 from mwjax.model.errors import ModelFilesError
 from mwjax.model.hub import local_folder
-from mwjax.model.hugging_face import load, read_config, save
+from mwjax.model.reading import load, read_config
+from mwjax.model.writing import check_free, save
 
 __all__ = [
     "Cache",
@@ -15,6 +16,7 @@ __all__ = [
     "UnsupportedModelError",
     "abstract_params",
     "attend",
+    "check_free",
     "declarations",
     "decode_step",
     "forward",

@@ -17,17 +17,19 @@ from mwjax.model.errors import ModelFilesError
 from mwjax.rollouts.storage import is_local
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
+WEIGHT_FILES = ("*.safetensors",)
 _HUB_ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
 @contextlib.contextmanager
-def local_folder(name: os.PathLike[str] | str) -> Iterator[Path]:
+def local_folder(name: os.PathLike[str] | str, *, weights: bool = True) -> Iterator[Path]:
     """The files of ``name`` in a local folder, for as long as the block runs.
 
     ``name`` is a folder; or a hub id, ``Qwen/Qwen3-0.6B`` or ``Qwen/Qwen3-0.6B@REVISION``, which is read from the local
     Hugging Face cache (``HF_HOME``) and downloaded into it only if it is not complete there; or a folder in object
-    storage (``gs://bucket/folder``), which is copied into a temporary folder.
+    storage (``gs://bucket/folder``), which is copied into a temporary folder. With ``weights`` False the weights are
+    not fetched: they may or may not be there.
 
     Raises:
       ModelFilesError: a hub id that is neither cached nor can be downloaded, or storage that cannot be read.
@@ -35,14 +37,14 @@ def local_folder(name: os.PathLike[str] | str) -> Iterator[Path]:
     text = os.fspath(name)
     if not is_local(text):
         with tempfile.TemporaryDirectory(prefix="mwjax-model-") as folder:
-            _download(text, Path(folder))
+            _download(text, Path(folder), WANTED + (WEIGHT_FILES if weights else ()))
             yield Path(folder)
         return
     path, hub_id = Path(text).expanduser(), _HUB_ID.fullmatch(text)
     if hub_id is None or path.exists():
         yield path
         return
-    yield _from_hub(text, hub_id["id"], hub_id["revision"] or "main")
+    yield _from_hub(text, hub_id["id"], hub_id["revision"] or "main", weights)
 
 
 def upload(folder: Path, name: str) -> None:
@@ -54,10 +56,10 @@ def upload(folder: Path, name: str) -> None:
         _copy(epath.Path(path), target / path.name)
 
 
-def _download(name: str, folder: Path) -> None:
+def _download(name: str, folder: Path, wanted: tuple[str, ...]) -> None:
     try:
         for path in epath.Path(name).iterdir():
-            if any(Path(path.name).match(pattern) for pattern in WANTED):
+            if any(Path(path.name).match(pattern) for pattern in wanted):
                 _copy(path, epath.Path(folder) / path.name)
     except Exception as error:  # every storage has exceptions of its own
         raise ModelFilesError(name, [f"cannot be read: {_first_line(error)}"]) from error
@@ -68,15 +70,16 @@ def _copy(source: epath.Path, target: epath.Path) -> None:
         shutil.copyfileobj(read, written, 16 << 20)
 
 
-def _from_hub(name: str, hub_id: str, revision: str) -> Path:
+def _from_hub(name: str, hub_id: str, revision: str, weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
 
     cached = huggingface_hub.try_to_load_from_cache(hub_id, CONFIG, revision=revision)
-    if isinstance(cached, str) and _is_complete(Path(cached).parent):
+    if isinstance(cached, str) and (not weights or _is_complete(Path(cached).parent)):
         return Path(cached).parent
+    wanted = [*WANTED, *(WEIGHT_FILES if weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(WANTED)))
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
     except Exception as error:  # among them those of whatever HTTP library the client uses
         raise ModelFilesError(
             name,

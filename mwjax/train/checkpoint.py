@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -24,6 +25,10 @@ class CheckpointMismatch(ValueError):
 
 class CheckpointNotSaved(ValueError):
     """A checkpoint could not be written, for instance because the disk is full. The earlier ones are intact."""
+
+
+class CheckpointUnreadable(ValueError):
+    """A checkpoint's files are torn or corrupted."""
 
 
 class Checkpoints:
@@ -111,9 +116,54 @@ def compare(saved: Fingerprint, current: Fingerprint, where: str) -> None:
         )
 
 
+def locate(path: epath.PathLike) -> tuple[epath.Path, int]:
+    """Run directory and step meant by ``path``: a run directory (its newest step), its ``checkpoints`` folder or one of
+    the steps in there. Raises ``FileNotFoundError`` when there is no such checkpoint."""
+    given = epath.Path(path).expanduser().resolve()
+    if given.parent.name == FOLDER and given.name.isdigit():
+        run_dir, step = given.parent.parent, int(given.name)
+        return run_dir, _chosen(run_dir, step)
+    run_dir = given.parent if given.name == FOLDER else given
+    return run_dir, _chosen(run_dir, None)
+
+
 def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
-    """The parameters of a run's checkpoint (default: the newest); see `load`."""
-    return load(run_dir, step)["params"]
+    """The parameters of a run's checkpoint (default: the newest) as nested dicts of numpy arrays, in host memory. The
+    optimiser's state is not read.
+
+    Raises ``FileNotFoundError`` when there is no such checkpoint and ``CheckpointUnreadable`` when it is damaged.
+    """
+    folder = epath.Path(run_dir).resolve() / FOLDER / str(_chosen(run_dir, step))
+    with _readable(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        tree = reader.metadata(folder / "state").item_metadata.tree
+        wanted = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree["params"])}
+        host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+        arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=host, partial_restore=True)
+        return reader.restore(folder / "state", args=arguments)["params"]
+
+
+def load_fingerprint(run_dir: epath.PathLike, step: int | None = None) -> Fingerprint:
+    """What determined the numbers of a run's checkpoint (default: the newest). Raises as `load_params`."""
+    folder = epath.Path(run_dir).resolve() / FOLDER / str(_chosen(run_dir, step))
+    with _readable(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return reader.restore(folder / "position", args=ocp.args.JsonRestore())["fingerprint"]
+
+
+@contextlib.contextmanager
+def _readable(folder: epath.Path) -> Iterator[None]:
+    """Turns whatever reading a damaged checkpoint raises into CheckpointUnreadable, without Orbax's own log."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointUnreadable(
+            f"{folder}: this checkpoint is damaged and cannot be read: {reason[0]}\nUse another step of that run."
+        ) from error
+    finally:
+        logger.setLevel(level)
 
 
 def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:
@@ -122,12 +172,7 @@ def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:
 
     Raises ``FileNotFoundError`` when there is no such checkpoint.
     """
-    folder = epath.Path(run_dir).resolve() / FOLDER
-    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.exists() else []
-    if not steps or (step is not None and step not in steps):
-        held = f"it holds the steps {', '.join(map(str, steps))}" if steps else "it holds none"
-        raise FileNotFoundError(f"{folder}: no checkpoint{'' if step is None else f' of step {step}'}; {held}")
-    chosen = steps[-1] if step is None else step
+    folder, chosen = epath.Path(run_dir).resolve() / FOLDER, _chosen(run_dir, step)
     with _manager(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         template = jax.tree.map(
@@ -135,6 +180,16 @@ def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:
             manager.item_metadata(chosen)["state"],
         )
         return manager.restore(chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))["state"]
+
+
+def _chosen(run_dir: epath.PathLike, step: int | None) -> int:
+    """``step``, or the newest where it is None; FileNotFoundError where there is none."""
+    folder = epath.Path(run_dir).resolve() / FOLDER
+    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.exists() else []
+    if not steps or (step is not None and step not in steps):
+        held = f"it holds the steps {', '.join(map(str, steps))}" if steps else "it holds none"
+        raise FileNotFoundError(f"{folder}: no checkpoint{'' if step is None else f' of step {step}'}; {held}")
+    return steps[-1] if step is None else step
 
 
 def _manager(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:

@@ -92,10 +92,12 @@ class SmallModel(Section):
 
 
 class ModelSection(Section):
-    """The decoder: a folder in Hugging Face format, or a small random one."""
+    """The decoder: a model in Hugging Face format, or a small random one."""
 
     path: str | None = Field(
-        default=None, description="Folder with config.json and *.safetensors (Qwen3, Qwen2.5 or Llama type)."
+        default=None,
+        description="Folder with config.json and *.safetensors (Qwen3, Qwen2.5 or Llama type), or a hub id such as "
+        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION: local cache first.",
     )
     small: SmallModel | None = Field(
         default=None, description="A small decoder with random weights in place of model.path."

@@ -101,7 +101,7 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
     transform, everywhere = optimizer(config.optimizer), replicated(made.mesh)
     run_dir = epath.Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    fingerprint = setup.fingerprint(config, made.index, made.digest, made.total)
+    fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total)
     with Checkpoints(run_dir, fingerprint, config.checkpoint.keep) as checkpoints:
         begun = checkpoints.latest() or 0
         template = state.abstract(made.params, transform, everywhere)

@@ -36,6 +36,7 @@ FREE_ON_RESUME = (
     "log_every",
     "debug",
 )
+MODEL_CONFIG = "model.config."  # what the keys of config.json begin with in a fingerprint
 
 
 def decoder(config: ModelSection) -> tuple[model.ModelConfig, Any]:
@@ -180,7 +181,9 @@ def step_config(config: RunConfig, shape: model.ModelConfig) -> StepConfig:
     )
 
 
-def fingerprint(config: RunConfig, index: data.Index, digest: str, total: int) -> dict[str, Any]:
+def fingerprint(
+    config: RunConfig, index: data.Index, shape: model.ModelConfig, digest: str, total: int
+) -> dict[str, Any]:
     """What determines the run's numbers, key by key, in JSON values. digest: of the initial weights."""
     values = dict(_flat(config.model_dump(mode="json")))
     kept = {key: value for key, value in values.items() if not any(_within(key, free) for free in FREE_ON_RESUME)}
@@ -189,10 +192,21 @@ def fingerprint(config: RunConfig, index: data.Index, digest: str, total: int) -
         "\n".join(index.ids).encode() + b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
     )
     kept["data (content of the rollouts)"] = f"{len(index.ids)} rollouts, {content:08x}"
+    kept |= {MODEL_CONFIG + key: value for key, value in shape.to_hf().items()}
     kept["model (initial weights)"] = digest
     if method(config) == "sdcc":  # the ramp is a share of the run
         kept["data.steps"] = total
     return kept
+
+
+def decoder_of(fingerprint: Mapping[str, Any]) -> model.ModelConfig:
+    """The decoder's configuration in a `fingerprint`. Raises ValueError where it has none."""
+    values = {
+        key.removeprefix(MODEL_CONFIG): value for key, value in fingerprint.items() if key.startswith(MODEL_CONFIG)
+    }
+    if not values:
+        raise ValueError("the checkpoint does not say what the model looks like: an older mwjax made it")
+    return model.ModelConfig.from_hf(values)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -1,0 +1,94 @@
+"""Hugging Face model folders in: config.json and safetensors, strictly and without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mwjax.model.config import ModelConfig
+from mwjax.model.decoder import Params, abstract_params
+from mwjax.model.errors import ModelFilesError
+from mwjax.model.files import DTYPES, EMBEDDING, HEAD, Stored, Tensor, headers, read_array, read_json, tensors_of
+from mwjax.model.hub import CONFIG, local_folder
+
+
+def load(name: os.PathLike[str] | str, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
+    """Read config.json and the weights (one model.safetensors, or shards with an index).
+
+    Args:
+      name: a folder, a hub id or a folder in object storage; see `mwjax.model.local_folder`.
+      dtype: of the parameters, whatever the files hold; None keeps what the files hold.
+
+    Raises:
+      ModelFilesError: files missing or unreadable; or any tensor missing, unexpected, of the wrong shape or dtype: all
+        such problems are listed together before any weight is read.
+      UnsupportedModelError: config.json describes a model that is not supported.
+    """
+    with local_folder(name) as folder:
+        config = read_config(folder)
+        stored, problems = headers(folder)
+        problems += _misfits(config, stored)
+        if problems:
+            raise ModelFilesError(name, problems)
+        return config, _read(config, stored, dtype)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration in a folder's config.json. Raises as `load`."""
+    return ModelConfig.from_hf(read_json(folder, CONFIG))
+
+
+def _misfits(config: ModelConfig, stored: Mapping[str, Stored]) -> list[str]:
+    """What is missing, unexpected or of the wrong kind in a folder's files."""
+    sizes = config.axis_sizes()
+    shapes = {tensor.name: tensor.declaration.file_shape(sizes) for tensor in tensors_of(config)}
+    ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}  # a buffer old checkpoints carry
+    problems = []
+    if config.tied and HEAD in stored:
+        ignored.add(HEAD)
+        problems += _tied_copy(stored)
+    problems += [f"missing tensor {name} {shapes[name]}" for name in shapes if name not in stored]
+    for name, tensor in stored.items():
+        if name in ignored:
+            continue
+        if name not in shapes:
+            problems.append(f"unexpected tensor {name} {tensor.shape}")
+            continue
+        if tensor.shape != shapes[name]:
+            problems.append(f"tensor {name} has shape {tensor.shape}, config.json asks for {shapes[name]}")
+        if tensor.dtype not in DTYPES:
+            problems.append(f"tensor {name} has dtype {tensor.dtype}; supported: {', '.join(DTYPES)}")
+    return problems
+
+
+def _tied_copy(stored: Mapping[str, Stored]) -> list[str]:
+    """A tied model's file may repeat the embedding as lm_head.weight; a different one would be dropped silently."""
+    embedding, head = stored.get(EMBEDDING), stored[HEAD]
+    if embedding is None:
+        return []
+    if embedding[1:] == head[1:] and read_array(embedding, EMBEDDING).tobytes() == read_array(head, HEAD).tobytes():
+        return []
+    return [f"config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDING}"]
+
+
+def _read(config: ModelConfig, stored: Mapping[str, Stored], dtype: Any) -> Params:
+    sizes = config.axis_sizes()
+    by_path: dict[tuple[str, ...], list[Tensor]] = {}
+    for tensor in tensors_of(config):
+        by_path.setdefault(tensor.path, []).append(tensor)
+
+    def read(path: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        tensors = by_path[tuple(part.key for part in path)]
+        target = jnp.dtype(DTYPES[stored[tensors[0].name].dtype] if dtype is None else dtype)
+        array = np.empty((len(tensors), *abstract.shape[-len(tensors[0].declaration.axes) :]), target)
+        for slot, tensor in zip(array, tensors):
+            slot[...] = tensor.declaration.from_file(read_array(stored[tensor.name], tensor.name), sizes)
+        return jnp.asarray(array.reshape(abstract.shape))
+
+    return jax.tree_util.tree_map_with_path(read, abstract_params(config))
