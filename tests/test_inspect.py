@@ -126,11 +126,11 @@ def test_drawing_of_the_running_example():
     lines_ = drawn(rollouts.from_json(case["rollouts"][0]))
     assert [line.rstrip() for line in lines_[4:]] == [
         "  0 ░░░█████▓▓                                 3       7       6       2  0",
-        "           │ turn 1: deletion at 7, 1 evicted",
+        "           │ turn 1: deletion at 7, 1 out",
         "  1        ▒▒█▓▓                               9       3       2       2  1",
-        "             │ turn 2: deletion at 9, 1 evicted",
+        "             │ turn 2: deletion at 9, 1 out",
         "  2          ▒▒█▓                             11       2       1       1  2",
-        "               │ turn 3: deletion at 11, 1 evicted",
+        "               │ turn 3: deletion at 11, 1 out",
         "  3            ▒█                             12       1       1       0  3",
     ]
 

@@ -57,9 +57,11 @@ def _lines(tree: Tree, console: Console, decode: Decode | None) -> Iterator[Text
         title.append(f"  reward {rollout.reward:g}", "not bold")
     yield title
     tokens, trie = sum(len(view.ids) for view in tree.views), trie_tokens([tree])
+    trainable = int(sampled.trainable.sum())
+    untrained = "" if trainable == len(sampled.turn) else f" ({trainable:,} trainable)"
     yield Text(
-        f"{plural(len(rollout.turns), 'turn')}, {plural(len(sampled.turn), 'sampled token')} "
-        f"({int(sampled.trainable.sum()):,} trainable), {plural(len(tree.views), 'view')}: "
+        f"{plural(len(rollout.turns), 'turn')}, {plural(len(sampled.turn), 'sampled token')}"
+        f"{untrained}, {plural(len(tree.views), 'view')}: "
         f"{tokens:,} tokens ({trie:,} as a trie)"
     )
     width = max(console.width - LABEL - 8 * len(COLUMNS) - TURNS, 16)
@@ -134,9 +136,9 @@ def _cells(kinds: np.ndarray, at: int, longest: int, width: int, start: int) -> 
 
 
 def _fork_words(fork: Junction, before: View, after: View, decode: Decode | None) -> list[str]:
-    detail = "" if fork.detail is None else f" ({fork.detail.replace('_', ' ')})"
-    changes = [f"{count:,} {what}" for count, what in ((fork.evicted, "evicted"), (fork.inserted, "inserted")) if count]
-    words = [f"turn {fork.turn}: {fork.reason}{detail} at {fork.at:,}" + "".join(f", {change}" for change in changes)]
+    name = (fork.detail or fork.reason).replace("_", " ")
+    changes = [f"{count:,} {what}" for count, what in ((fork.evicted, "out"), (fork.inserted, "in")) if count]
+    words = [f"turn {fork.turn}: {name} at {fork.at:,}" + "".join(f", {change}" for change in changes)]
     if decode is not None:
         gone, new = ~np.isin(before.union, after.union), ~np.isin(after.union, before.union)
         if fork.evicted:
