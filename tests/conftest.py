@@ -1,4 +1,5 @@
 import os
+from importlib.util import find_spec
 
 from hypothesis import settings
 
@@ -7,3 +8,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 settings.register_profile("mwjax", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("mwjax")
+
+# The comparison with transformers needs torch, which is no dependency of the tests.
+collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["parity"]
