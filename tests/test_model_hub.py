@@ -168,6 +168,13 @@ def test_object_storage_in_and_out(made, bucket):
         model.save("gs://bucket/models/tiny", config, loaded)
     with pytest.raises(model.ModelFilesError, match=r"(?s)gs://bucket/models/none.*cannot be read"):
         model.load("gs://bucket/models/none")
+    model.save("gs://bucket/models/tiny", config, loaded, overwrite=True)
+    assert {path.name for path in (bucket / "models" / "tiny").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    same(model.load("gs://bucket/models/tiny"), params)
     (bucket / "models" / "tiny" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(model.UnsupportedModelError, match="gpt2"):
         model.load("gs://bucket/models/tiny")

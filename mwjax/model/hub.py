@@ -48,12 +48,18 @@ def local_folder(name: os.PathLike[str] | str, *, weights: bool = True) -> Itera
 
 
 def upload(folder: Path, name: str) -> None:
-    """Copy the files of a local model folder into object storage, config.json last: no reader takes half a model for a
-    whole one."""
+    """Copy the files of a local model folder into object storage. config.json goes first if it is there and comes last:
+    no reader takes half a model for a whole one. Weights that were there and are no part of the new model are removed.
+    """
     target = epath.Path(name)
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(folder.iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
-        _copy(epath.Path(path), target / path.name)
+    new = {path.name for path in folder.iterdir()}
+    for path in list(target.iterdir()):
+        stale = path.name == INDEX or any(Path(path.name).match(pattern) for pattern in WEIGHT_FILES)
+        if path.name == CONFIG or (stale and path.name not in new):
+            path.unlink()
+    for file in sorted(new, key=lambda file: (file == CONFIG, file)):
+        _copy(epath.Path(folder) / file, target / file)
 
 
 def _download(name: str, folder: Path, wanted: tuple[str, ...]) -> None:

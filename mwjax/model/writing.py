@@ -66,12 +66,8 @@ def save(
     Raises:
       ModelFilesError: the folder is not empty, the parameters do not fit the configuration, or writing failed.
     """
-    target = epath.Path(folder)
-    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise ModelFilesError(
-            folder,
-            ["exists already and is not empty; choose another name, or overwrite it (overwrite=True, --overwrite)"],
-        )
+    check_free(folder, overwrite)
+    folder = os.path.expanduser(folder)
     problems = _unfit(config, params, dtype)
     if problems:
         raise ModelFilesError(folder, problems)
@@ -101,7 +97,7 @@ def save(
 
 def check_free(folder: os.PathLike[str] | str, overwrite: bool = False) -> None:
     """Raises `ModelFilesError` where `save` would refuse to write because of what is there already."""
-    target = epath.Path(folder)
+    target = epath.Path(folder).expanduser()
     if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
         problem = "exists already and is not empty; choose another name, or overwrite it (overwrite=True, --overwrite)"
         raise ModelFilesError(folder, [problem])
