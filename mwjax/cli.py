@@ -22,6 +22,7 @@ Examples:
   mwjax quickstart                              all of it on shipped rollouts, in two minutes
   mwjax audit rollouts.jsonl                    is this data consistent, and what to do
   mwjax audit rollouts.jsonl --rows train.jsonl are these training rows?
+  mwjax audit rollouts.jsonl --model MODEL_DIR  how far off are the log-probs?
   mwjax inspect rollouts.jsonl --limit 3        draw the trees of the first rollouts
   mwjax train configs/sft.yaml                  train as the file says
   mwjax train configs/grpo.yaml run_dir=runs/b  change options on the way
@@ -244,15 +245,45 @@ def audit(
             "exactly the context it was sampled under.",
         ),
     ] = False,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="Score rollouts with this model: folder, hub id, or smollm2 for the one that sampled the shipped "
+            "rollouts. Repeatable, to compare models.",
+        ),
+    ] = None,
+    scored: Annotated[
+        int | None,
+        typer.Option(
+            "--rollouts",
+            min=1,
+            help="With --model: how many rollouts to score, spread over the groups; by default, what takes a minute or "
+            "two on a CPU.",
+        ),
+    ] = None,
 ) -> None:
-    """Is this data conditioning-consistent? What each method would train wrong, and what to do. Needs no model."""
+    """Is this data conditioning-consistent? What each method would train wrong, and what to do. Needs no model; with
+    one, also how far off the log-probs are."""
     from mwjax import audit as auditing
     from mwjax.audit.output import deliver
-    from mwjax.audit.progress import reading
+    from mwjax.audit.progress import watching
 
-    with reading(files) as progress:
+    if scored is not None and not models:
+        raise typer.BadParameter("goes with --model", param_hint="--rollouts")
+    folders = [_model_folder(name) for name in models or ()]
+    with watching(files) as (progress, moved):
         result = auditing.run(
-            files, rows=rows, tokenizer=tokenizer, shown=shown, group_tries=group_tries, progress=progress
+            files,
+            rows=rows,
+            tokenizer=tokenizer,
+            shown=shown,
+            group_tries=group_tries,
+            progress=progress,
+            models=folders,
+            rollouts_scored=scored,
+            scoring=moved,
         )
     deliver(result, json_file=json_file, html_file=html_file)
     if not result.usable:
@@ -261,6 +292,15 @@ def audit(
     if failed:
         typer.echo("mwjax: not consistent, and --strict was given", err=True)
     raise typer.Exit(SOME_REFUSED if failed or result.any_refused else DONE)
+
+
+def _model_folder(name: str) -> str:
+    """``smollm2`` as the folder it is converted into; anything else as it is."""
+    if name != "smollm2" or os.path.isdir(name):
+        return name
+    from mwjax.engine import load_smollm2
+
+    return str(load_smollm2())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

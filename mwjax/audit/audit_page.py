@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mwjax.audit import report
+from mwjax.audit.model_page import model_sections
 from mwjax.audit.report import Section
 from mwjax.audit.result import AuditResult, MethodAudit, RowsAudit
 from mwjax.audit.tables import (
@@ -46,6 +47,7 @@ def audit_html(result: AuditResult) -> str:
         caption = "Where the main chain's prompt stops continuing what was there, by what happened."
         contexts = report.figure(_junctions_figure(result.junctions), caption) + contexts
     sections.append(Section("What happened to the contexts", contexts))
+    sections += [section for model in result.models for section in model_sections(model)]
     sections.append(Section("What was recorded", report.facts(token_facts(result))))
     if result.most_affected:
         rows = [

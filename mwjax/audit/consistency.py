@@ -1,4 +1,4 @@
-"""Is this data conditioning-consistent? Rollouts in, one :class:`AuditResult` out; no model is needed."""
+"""Is this data conditioning-consistent? Rollouts in, one :class:`AuditResult` out. Only ``models`` import jax."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import numpy as np
 from etils import epath
 
 from mwjax.audit.facts import RolloutFacts, rollout_facts
+from mwjax.audit.model_result import ModelAudit
 from mwjax.audit.result import AffectedRollout, AuditResult, MethodAudit
 from mwjax.audit.row_matching import RowsFacts, check_rows
 from mwjax.audit.rows_summary import rows_audit
 from mwjax.audit.text import decoder
 from mwjax.audit.training_rows import read_rows
 from mwjax.audit.verdict import judge, warnings
+from mwjax.rollouts.lines import is_pipe
 from mwjax.rollouts.read import Refusal, entries
 from mwjax.rollouts.record import Rollout
 from mwjax.tree import METHODS, Tree, TreeError, build, build_trie
@@ -44,8 +46,11 @@ def run(
     shown: int = 5,
     group_tries: bool = True,
     progress: Progress | None = None,
+    models: Sequence[Any] = (),
+    rollouts_scored: int | None = None,
+    scoring: Callable[[str, int, int], None] | None = None,
 ) -> AuditResult:
-    """Audit rollouts, and with ``rows`` a user's own training rows against them.
+    """Audit rollouts, with ``rows`` a user's own training rows against them, and with ``models`` what models say.
 
     Args:
         source: a rollout file, several, or rollouts.
@@ -54,12 +59,21 @@ def run(
         shown: how many mismatches and most affected rollouts to list.
         group_tries: also build the tries of whole groups; keeps all view ids in memory.
         progress: called after every line read.
+        models: folders or hub ids, or :class:`mwjax.audit.model_audit.Model`: score some of the rollouts with each.
+        rollouts_scored: how many (default: as many as take the largest model a minute or two of CPU), spread over the
+            groups.
+        scoring: called with (what, rows done, rows in all) while a model works.
 
     What cannot be read, and edits that contradict the turns, are in ``refused``.
 
     Raises:
         RolloutFileError: a file cannot be read at all.
+        ModelFilesError, UnsupportedModelError: a model cannot be loaded.
+        ValueError: a model has a smaller vocabulary than the rollouts; or models are to read rollouts from a pipe.
     """
+    source = list(source) if not isinstance(source, (str, os.PathLike)) else source
+    loaded_models = _load_models(source, models) if models else []
+    sizes: list[Any] = []
     decode = decoder(tokenizer)
     training_rows = None if rows is None else read_rows(rows)
     facts: list[RolloutFacts] = []
@@ -73,6 +87,10 @@ def run(
             refused.append(item)
             continue
         facts.append(rollout_facts(item))
+        if loaded_models:
+            from mwjax.audit.model_audit import size_of
+
+            sizes.append(size_of(item))
         rollout = item.rollout
         if group_tries:
             key = ("rollout", rollout.id) if rollout.group is None else ("group", rollout.group)
@@ -86,10 +104,40 @@ def run(
             unnamed.append(int(item.sampled.trainable.sum()))
     group_tokens = [len(build_trie(views).tokens) for views in groups.values()] if group_tries else None
     result = summarise(facts, refused, files, group_tokens, shown)
+    if loaded_models and facts:
+        scores = _score(source, loaded_models, sizes, rollouts_scored, scoring)
+        result = dataclasses.replace(result, models=scores)
     if training_rows is None:
         return result
     known = {fact.id for fact in facts}
     return dataclasses.replace(result, rows=rows_audit(training_rows, checked, known, unnamed, shown))
+
+
+def _load_models(source: Any, models: Sequence[Any]) -> list[Any]:
+    for path in [source] if isinstance(source, (str, os.PathLike)) else source:
+        if not isinstance(path, Rollout) and is_pipe(path):
+            raise ValueError(f"{path}: a pipe can be read only once, and a model needs it twice: write it to a file")
+    from mwjax.audit.model_audit import load_model
+
+    return [load_model(model) for model in models]
+
+
+def _score(
+    source: Any,
+    models: Sequence[Any],
+    sizes: Sequence[Any],
+    rollouts: int | None,
+    progress: Callable[[str, int, int], None] | None,
+) -> tuple[ModelAudit, ...]:
+    """Read the source again, keep the chosen rollouts only, and score them: the same ones with every model."""
+    from mwjax.audit.model_audit import choose, score
+
+    chosen = choose(sizes, max(model.parameters for model in models), rollouts)
+    trees = {}
+    for _, _, item in load(source)[1]:
+        if isinstance(item, Tree) and item.rollout.id in chosen:
+            trees[item.rollout.id] = item
+    return tuple(score(model, list(trees.values()), of=len(sizes), progress=progress) for model in models)
 
 
 def load(

@@ -165,11 +165,19 @@ def shift(exact: LogDiff, other: LogDiff, trees: Sequence[Tree]) -> Shift:
 
     exact: of an exact method (packed or logittree), over the same trees.
     """
+    found = changes(exact, other, trees)[1]
+    return Shift(len(found), float(found.mean()) if len(found) else None)
+
+
+def changes(exact: LogDiff, other: LogDiff, trees: Sequence[Tree]) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+    """The tokens that :func:`shift` averages over, as (rollout, turn, index), and the change of each: float64 [N]."""
     at = dict(zip(_tokens(exact), exact.trained.tolist()))
     reached = _diverging if rows_of(other.method) == "naive_compressed" else _after_eviction
     wanted = {token for number, tree in enumerate(trees) for token in reached(number, tree)}
-    changes = [value - at[token] for token, value in zip(_tokens(other), other.trained.tolist()) if token in wanted]
-    return Shift(len(changes), float(np.mean(changes)) if changes else None)
+    found = {
+        token: value - at[token] for token, value in zip(_tokens(other), other.trained.tolist()) if token in wanted
+    }
+    return list(found), np.array(list(found.values()), np.float64)
 
 
 def _tokens(found: LogDiff) -> Iterator[tuple[int, int, int]]:

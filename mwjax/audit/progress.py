@@ -1,4 +1,4 @@
-"""A progress bar on stderr while rollout files are read; nothing where stderr is no terminal."""
+"""Progress on stderr; bars only where that is a terminal."""
 
 from __future__ import annotations
 
@@ -14,24 +14,34 @@ from mwjax.rollouts.lines import is_compressed, is_pipe
 
 
 @contextlib.contextmanager
-def reading(paths: Sequence[epath.PathLike]) -> Iterator[Callable[[str, int], None]]:
-    """The callback that :func:`mwjax.audit.run` takes as ``progress``.
+def watching(
+    paths: Sequence[epath.PathLike],
+) -> Iterator[tuple[Callable[[str, int], None], Callable[[str, int, int], None]]]:
+    """The callbacks that :func:`mwjax.audit.run` takes as ``progress`` and ``scoring``. What a model does also leaves a
+    line when it is done, since it takes long.
 
     Raises:
-        RolloutFileError: a file cannot be opened.
+      RolloutFileError: a file cannot be opened.
     """
     sizes = {str(path): _size(path) for path in paths}
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     done = dict.fromkeys(sizes, 0)
     known = [size for size in sizes.values() if size is not None]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("auditing", total=sum(known) if len(known) == len(sizes) else None)
+        scored = bar.add_task("scoring", total=None, visible=False)
 
         def advance(file: str, so_far: int) -> None:
             bar.advance(task, so_far - done[file])
             done[file] = so_far
 
-        yield advance
+        def moved(what: str, rows: int, total: int) -> None:
+            bar.update(task, visible=False)
+            bar.update(scored, description=what, completed=rows, total=total, visible=True)
+            if rows == total:
+                console.print(f"mwjax: {what}: {total} rows done", style="dim")
+
+        yield advance, moved
 
 
 def _size(path: epath.PathLike) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mwjax.audit.model_result import ModelAudit
 from mwjax.rollouts.read import Refusal
 
 
@@ -129,7 +130,8 @@ class AuditResult:
     the paper's E[c | c > 0] and Pr[c > 0], c = share of a rollout's rendered context that was evicted; depth is None
     (N/A) when nothing fires. trie_ratio: view tokens / trie tokens, how many times the trie saves (>= 1); with
     ``group`` tries span a group's rollouts, None when not asked for. common_survivors: tokens that every method trains.
-    truncated_turns: completions that ended by length. consistent: no method would train a loss token under a context it
+    truncated_turns: completions that ended by length. models: what each model
+    that was asked for says of some rollouts. consistent: no method would train a loss token under a context it
     was not sampled under, or lose one.
     """
 
@@ -171,6 +173,7 @@ class AuditResult:
     verdict: str
     advice: str
     rows: RowsAudit | None = None
+    models: tuple[ModelAudit, ...] = ()
 
     def method(self, name: str) -> MethodAudit:
         """The audit of one method by its name."""

@@ -7,6 +7,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mwjax.audit.model_result import ModelAudit
+from mwjax.audit.model_tables import (
+    DELTA_HEADERS,
+    KL_HEADERS,
+    LOGDIFF_HEADERS,
+    delta_rows,
+    kl_rows,
+    logdiff_rows,
+    model_notes,
+    scored_of,
+)
 from mwjax.audit.result import AuditResult, RowsAudit
 from mwjax.audit.tables import (
     METHOD_HEADERS,
@@ -40,6 +51,8 @@ def show(result: AuditResult, console: Console) -> None:
             for one in result.most_affected
         ]
         _facts(console, "Most affected rollouts, naive_compressed", affected)
+    for model in result.models:
+        _show_model(model, console)
     for warning in result.warnings:
         console.print(Text.assemble(("Warning: ", "yellow"), warning))
 
@@ -54,6 +67,27 @@ def _show_rows(rows: RowsAudit, console: Console) -> None:
         headline, details = mismatch_facts(found)
         console.print(Text(f"  {headline}"))
         console.print(_indented(_two_columns(details), 4))
+
+
+def _show_model(model: ModelAudit, console: Console) -> None:
+    _heading(console, f"What {model.model} says", scored_of(model))
+    for title, headers, rows in (
+        ("logdiff", LOGDIFF_HEADERS, logdiff_rows(model)),
+        ("Change of a token's log-prob under the wrong prefix", DELTA_HEADERS, delta_rows(model)),
+        ("Conditioning KL at the diverging leaves", KL_HEADERS, kl_rows(model)),
+    ):
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+        for number, header in enumerate(headers):
+            table.add_column(header, justify="right" if number else "left", no_wrap=not number, vertical="bottom")
+        for row in rows:
+            table.add_row(*(Text(harmless(cell)) for cell in row))
+        console.print()
+        console.print(Text(title, "bold"))
+        console.print(_indented(table))
+    console.print()
+    for note in model_notes(model):
+        console.print(_indented(Text(note, "dim"), 2))
+    console.print()
 
 
 def _heading(console: Console, title: str, files: str) -> None:

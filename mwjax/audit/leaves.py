@@ -1,0 +1,82 @@
+"""Diverging leaves one by one: how far behind the cut they stand, and which junction moved them. Numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mwjax.rollouts.record import MAIN_CHAIN
+from mwjax.tree import Junction, Tree
+
+OTHER_CHAIN, UNKNOWN = "sampled in another chain", "unknown"
+
+
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The diverging leaves of a rollout that have a prefix in ``H_comp``, in order of turn and index. Arrays [D].
+
+    sampled: index into ``tree.sampled``. distance: how many tokens directly before the leaf its generation prefix and
+    its prefix in ``H_comp`` have in common, counted backwards from it: 0 is the first token behind the place where the
+    two last differ. cause: the first junction after which the leaf stood under another context, as
+    :func:`junction_label` names it.
+    """
+
+    sampled: np.ndarray
+    distance: np.ndarray
+    cause: tuple[str, ...]
+
+
+def leaves_of(tree: Tree) -> Leaves:
+    """Where the diverging leaves of ``tree`` stand."""
+    sampled, walk = tree.sampled, tree.compressed
+    chosen = np.flatnonzero(sampled.diverging & (sampled.compressed > 0))
+    if walk is None:
+        return Leaves(chosen[:0], np.zeros(0, np.int64), ())
+    distance = [
+        _common_prefix(
+            tree.views[sampled.view[k]].ids[: sampled.prefix[k]][::-1], walk.ids[: sampled.compressed[k]][::-1]
+        )
+        for k in chosen
+    ]
+    return Leaves(chosen, np.array(distance, np.int64), _causes(tree, chosen))
+
+
+def junction_label(junction: Junction, restored: bool) -> str:
+    """``deletion``, ``replacement, fold``, ``insertion, restored``: the reason, and what was done where edits tell."""
+    what = "restored" if restored else junction.detail
+    return junction.reason if what is None else f"{junction.reason}, {what.replace('_', ' ')}"
+
+
+def _causes(tree: Tree, chosen: np.ndarray) -> tuple[str, ...]:
+    sampled = tree.sampled
+    lengths = np.array([len(turn.completion_ids) for turn in tree.rollout.turns], np.int64)
+    offset = np.concatenate([[0], np.cumsum(lengths)])
+    union = tree.unions[MAIN_CHAIN]
+    restoring = {edit.before_turn for edit in tree.rollout.edits if edit.restored}
+    opened = {j.turn: junction_label(j, j.turn in restoring) for j in tree.junctions if j.chain == MAIN_CHAIN}
+    cause = np.full(len(chosen), UNKNOWN, object)
+    own = [tree.views[view].chain for view in sampled.view[chosen]]
+    cause[np.array([chain != MAIN_CHAIN for chain in own], bool)] = OTHER_CHAIN
+    for number, view in enumerate(tree.views):
+        if view.chain != MAIN_CHAIN or view.turns[0] not in opened:
+            continue
+        turn, index = union.origin_turn[view.union], union.origin_index[view.union]
+        held = np.flatnonzero(turn >= 0)[::-1]
+        place = np.full(len(sampled.turn), -1, np.int64)
+        place[offset[turn[held]] + index[held]] = held
+        for before in range(number):
+            here = (sampled.view[chosen] == before) & (cause == UNKNOWN) & (place[chosen] >= 0)
+            if not here.any():
+                continue
+            agree = _common_prefix(tree.views[before].ids, view.ids)
+            moved = (place[chosen] != sampled.prefix[chosen]) | (place[chosen] > agree)
+            cause[here & moved] = opened[view.turns[0]]
+    return tuple(cause.tolist())
+
+
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    shared = min(len(left), len(right))
+    unequal = left[:shared] != right[:shared]
+    first = int(unequal.argmax()) if shared else 0
+    return first if shared and unequal[first] else shared
