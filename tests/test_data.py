@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from mwjax import rollouts
-from mwjax.data import Layout, StepSource, iterate_steps, scan
+from mwjax.data import Layout, StepSource, iterate_steps, plan_epoch, scan
 from mwjax.tree import METHODS, RowShape
 from tests.random_rollouts import simulate
 
@@ -85,6 +87,25 @@ def test_epochs_differ_and_a_step_is_a_pure_function_of_its_number(dataset):
     first = [step.microbatches[0].rows.tokens.tolist() for step in steps[:3]]
     assert first != [step.microbatches[0].rows.tokens.tolist() for step in steps[per_epoch : per_epoch + 3]]
     assert StepSource(index, seed=2)[0].microbatches[0].rows.tokens.tolist() != first[0]
+
+
+def test_threads_that_plan_an_epoch_at_once_change_no_other_epoch(dataset, monkeypatch):
+    path, _ = dataset
+    index = scan([path], layout("logittree"))
+    expected = StepSource(index, seed=1)
+    together = threading.Barrier(2, timeout=10)
+
+    def plan_together(*arguments):
+        together.wait()  # until both threads have found that epoch 0 is not planned yet
+        return plan_epoch(*arguments)
+
+    source = StepSource(index, seed=1)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr("mwjax.data.steps.plan_epoch", plan_together)
+        list(threads.map(source.__getitem__, (0, 1)))
+    second_epoch = expected.steps_in(1)
+    for one, other in zip(source[second_epoch].microbatches, expected[second_epoch].microbatches, strict=True):
+        assert_equal(leaves(one), leaves(other))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -71,15 +71,16 @@ class StepSource:
         self.advantages = np.zeros(len(index.ids)) if advantages is None else np.asarray(advantages)
         self.edge_weights = edge_weights
         self.process, self.processes = process, processes
-        self._plans: list[list[np.ndarray]] = []
+        self._plans: dict[int, list[np.ndarray]] = {}
 
     def steps_in(self, epochs: int) -> int:
         """Number of steps of the first ``epochs`` epochs."""
         return sum(len(self._plan(epoch)) for epoch in range(epochs))
 
     def _plan(self, epoch: int) -> list[np.ndarray]:
-        while len(self._plans) <= epoch:
-            self._plans.append(plan_epoch(self.index, self.seed, len(self._plans)))
+        # Several threads ask at once: whoever is first or last, an epoch's entry is the same.
+        if epoch not in self._plans:
+            self._plans[epoch] = plan_epoch(self.index, self.seed, epoch)
         return self._plans[epoch]
 
     def __getitem__(self, step: int) -> StepBatches:
