@@ -77,24 +77,27 @@ def distance_figure(model: ModelAudit) -> Figure:
 def deltas_figure(model: ModelAudit) -> Figure:
     """Distributions of delta_comp and delta_full over tokens (the kind of Figure 7)."""
     fig, panels = report.new_figure(8.6, 2.8, panels=2)
-    everything = np.abs([*model.leaves.delta_comp, *model.delta_full])
-    limit = max(float(np.quantile(everything, 0.98)), 0.1)
-    _distribution(panels[0], np.array(model.leaves.delta_comp), limit, "delta_comp", report.RED, -1)
-    _distribution(panels[1], np.array(model.delta_full), limit, "delta_full", report.ORANGE, 1)
+    _distribution(panels[0], np.array(model.leaves.delta_comp), "delta_comp", report.RED, -1)
+    _distribution(panels[1], np.array(model.delta_full), "delta_full", report.ORANGE, 1)
     panels[0].set_ylabel("tokens")
     return fig
 
 
-def _distribution(axes: Any, values: np.ndarray, limit: float, name: str, colour: str, expected: int) -> None:
+def _distribution(axes: Any, values: np.ndarray, name: str, colour: str, expected: int) -> None:
+    limit = max(float(np.quantile(np.abs(values), 0.98)), 0.1) if len(values) else 1.0
     edges = np.linspace(-limit, limit, 42)
     axes.axvspan(0, expected * limit, color="#f1f3f5", lw=0)
-    axes.hist(np.clip(values, -limit, limit), edges, color=colour)
+    counts, _, _ = axes.hist(np.clip(values, -limit, limit), edges, color=colour)
     axes.axvline(0, color=report.INK, lw=0.8)
     said = f"{name}, no such tokens"
     if len(values):
         axes.axvline(values.mean(), color=report.INK, lw=1.4, ls=(0, (3, 2)))
         said = f"{name}: mean {values.mean():+.2f} (dashed), {100 * (values * expected > 0).mean():.0f} % expected sign"
+    # Most tokens change by next to nothing: linear up to 10 tokens, logarithmic above, so that the tails show.
     axes.set_yscale("symlog", linthresh=10)
+    ticks = [tick for tick in (0, 5, 10, 100, 1_000, 10_000, 100_000, 1_000_000) if tick <= max(counts.max(), 10)]
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_xlim(-limit, limit)
     axes.set_title(said, loc="left", fontsize=9)
     axes.set_xlabel("nats; the outer bars hold what is beyond")
