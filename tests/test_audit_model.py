@@ -20,7 +20,7 @@ from mwjax.audit.leaves import OTHER_CHAIN, UNKNOWN, leaves_of
 from mwjax.audit.model_audit import Model, Size, choose, score
 from mwjax.audit.model_page import deltas_figure, distance_figure
 from mwjax.audit.model_result import ModelAudit
-from mwjax.audit.model_tables import delta_rows, logdiff_rows, model_notes
+from mwjax.audit.model_tables import delta_rows, kl_rows, logdiff_rows, model_notes
 from mwjax.quickstart import load_quickstart_rollouts_path
 from mwjax.rollouts import Rollout, Sampling
 from mwjax.tree import Tree, build
@@ -275,10 +275,10 @@ def test_signs_on_the_shipped_rollouts() -> None:
     average: tokens drawn from p lose log-prob under any other distribution; against the compressed walk it has it."""
     from mwjax.engine import load_smollm2
 
-    one = audit.run(load_quickstart_rollouts_path(), models=[load_smollm2()], rollouts_scored=8).models[0]
-    for row in delta_rows(one):
+    one = audit.run(load_quickstart_rollouts_path(), models=[load_smollm2()], rollouts_scored=12).models[0]
+    for row in (*logdiff_rows(one), *delta_rows(one), *kl_rows(one)):
         print("  ".join(row))
-    assert one.exact and len(one.scored) == 8
+    assert one.exact and len(one.scored) == 12
     for of in ("all", "pop", "fold", "offload"):
         comp = one.delta("delta_comp", of)
         assert comp.mean is not None and comp.mean < 0

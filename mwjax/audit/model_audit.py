@@ -22,7 +22,7 @@ from mwjax.audit.model_result import Delta, KLGroup, LeafColumns, MethodScore, M
 from mwjax.rollouts.record import Sampling
 from mwjax.tree import METHODS, Tree
 
-# Multiplications a default audit may take, forward: about a minute and a half of two CPU cores.
+# Multiplications a default audit may take, forward: one to two minutes of two idle CPU cores.
 BUDGET = 4e12
 # Above what float32 differs by between decoding token by token and scoring whole rows: the weights are others.
 ROUNDING = 1e-3

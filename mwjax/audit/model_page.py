@@ -95,7 +95,9 @@ def _distribution(axes: Any, values: np.ndarray, name: str, colour: str, expecte
         said = f"{name}: mean {values.mean():+.2f} (dashed), {100 * (values * expected > 0).mean():.0f} % expected sign"
     # Most tokens change by next to nothing: linear up to 10 tokens, logarithmic above, so that the tails show.
     axes.set_yscale("symlog", linthresh=10)
-    ticks = [tick for tick in (0, 5, 10, 100, 1_000, 10_000, 100_000, 1_000_000) if tick <= max(counts.max(), 10)]
+    most = max(float(counts.max()), 10.0)
+    ticks = [tick for tick in (0, 5, 10, 30, 100, 300, 1_000, 10_000, 100_000, 1_000_000) if tick <= most]
+    axes.set_ylim(0, 1.3 * most)
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(-limit, limit)
