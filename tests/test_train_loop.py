@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from mwjax import cli, losses, model
-from mwjax.train import checkpoint, load, loop, metrics_log
+from mwjax.train import checkpoint, load, loop, metrics_log, setup
 from mwjax.train.config import RunConfig
 from tests.training_runs import VOCABULARY, configure, recorded, write
 
@@ -100,9 +100,16 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(
         with pytest.raises(checkpoint.CheckpointMismatch) as caught:
             loop.run(configure(folder, "data.epochs=1", change))
         assert key in str(caught.value)
-    write(folder, recorded(9))
-    with pytest.raises(checkpoint.CheckpointMismatch, match="content of the rollouts"):
-        loop.run(config)
+    other = recorded()
+    first = next(number for number, turn in enumerate(other[3].turns) if len(turn.completion_ids))
+    turns = list(other[3].turns)
+    assert turns[first].logprobs is not None
+    turns[first] = dataclasses.replace(turns[first], logprobs=turns[first].logprobs - 0.5)
+    other[3] = dataclasses.replace(other[3], turns=tuple(turns))
+    for changed in (recorded(9), other):
+        write(folder, changed)
+        with pytest.raises(checkpoint.CheckpointMismatch, match="content of the rollouts"):
+            loop.run(config)
 
 
 def test_a_run_goes_on_when_asked_for_more_steps_and_saved_less_often(folder: Path) -> None:
@@ -224,6 +231,22 @@ def test_rewards_that_teach_nothing_are_refused(folder: Path) -> None:
         loop.run(configure(folder, "loss.task=grpo"))
     with pytest.raises(losses.LossError, match=r"loss\.tokens_per_rollout: needed"):
         loop.run(configure(folder, "loss.task=dr_grpo"))
+
+
+def test_rollouts_without_a_loss_token_and_weights_that_are_not_finite_are_refused(folder: Path) -> None:
+    config = configure(folder)
+    shape, params = setup.decoder(config.model)
+    params["norm"]["scale"] = params["norm"]["scale"].at[3].set(np.nan)
+    model.save(str(folder / "model"), shape, params)
+    with pytest.raises(ValueError, match=r"model\.path: .*NaN or infinite weights in norm\.scale"):
+        loop.run(configure(folder, "model.small=null", f"model.path={folder / 'model'}"))
+    context = [
+        dataclasses.replace(rollout, turns=tuple(dataclasses.replace(turn, trainable=False) for turn in rollout.turns))
+        for rollout in recorded()
+    ]
+    write(folder, context)
+    with pytest.raises(losses.LossError, match="none of the 10 rollouts has a token that gets a loss under packed"):
+        loop.run(config)
 
 
 def test_more_devices_than_there_are_is_refused(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ class Index:
     lines: (file number, place in that file) of every rollout. rewards: float64 [R], NaN where unknown. groups: int64
     [R], equal numbers for rollouts of one group. units: the rollouts that are laid out together. needs: for every unit
     int64 [F, 4], the capacities its fragments take. edges: int64 [R], loss tokens under the method. sampled: int64 [R],
-    all loss tokens. view_tokens, trie_tokens: int64 [U], per unit, over all its views.
+    all loss tokens. contents: int64 [R], CRC-32 of turns and edits. view_tokens, trie_tokens: int64 [U], per unit,
+    over all its views.
     """
 
     sources: tuple[RolloutFile, ...]
@@ -46,6 +48,7 @@ class Index:
     needs: tuple[np.ndarray, ...]
     edges: np.ndarray
     sampled: np.ndarray
+    contents: np.ndarray
     view_tokens: np.ndarray
     trie_tokens: np.ndarray
     refused: tuple[Refusal, ...]
@@ -113,6 +116,7 @@ class _Measured:
     needs: np.ndarray
     edges: int
     sampled: int
+    content: int
     view_tokens: int
     trie_tokens: int
 
@@ -129,9 +133,22 @@ def _measure(rollout: Rollout, line: tuple[int, int], layout: Layout) -> _Measur
         needs=_needs(merged),
         edges=sum(fragment.needs[1] for fragment in made),
         sampled=int(tree.sampled.trainable.sum()),
+        content=_content(rollout),
         view_tokens=sum(len(view.ids) for view in tree.views),
         trie_tokens=len(build_trie([view.ids for view in tree.views]).tokens),
     )
+
+
+def _content(rollout: Rollout) -> int:
+    """CRC-32 of everything in turns and edits that a number of a run can depend on."""
+    edits = [(e.before_turn, e.evicted, e.inserted_at, e.replacement_from, e.restored) for e in rollout.edits]
+    crc = zlib.crc32(repr(edits).encode())
+    for turn in rollout.turns:
+        crc = zlib.crc32(repr((turn.chain, turn.trainable, turn.sampling, turn.logprobs is None)).encode(), crc)
+        for part in (turn.prompt_ids, turn.completion_ids, turn.logprobs):
+            if part is not None:
+                crc = zlib.crc32(np.ascontiguousarray(part).tobytes(), crc)
+    return crc
 
 
 def _needs(made: Sequence[Fragment]) -> np.ndarray:
@@ -162,6 +179,7 @@ def _index(sources: tuple[RolloutFile, ...], layout: Layout, found: list[_Measur
         needs=(),
         edges=np.array([m.edges for m in found]),
         sampled=np.array([m.sampled for m in found]),
+        contents=np.array([m.content for m in found], np.int64),
         view_tokens=np.array([sum(found[n].view_tokens for n in unit) for unit in units]),
         trie_tokens=np.zeros(len(units), np.int64),
         refused=tuple(refused),

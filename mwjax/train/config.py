@@ -48,7 +48,9 @@ class DataConfig(Section):
     )
     rollouts_per_step: Positive = Field(default=8, description="Whole rollouts of one optimiser step (8 in the paper).")
     group_tries: bool = Field(
-        default=True, description="packed only: rollouts of one group in a step share their common prompt."
+        default=True,
+        description="packed only: rollouts of one group stay together in a step and share their common prompt; "
+        "false: the order of the other methods.",
     )
     workers: Count = Field(default=0, description="Processes that build the rows; 0: threads of this one.")
     seed: int = Field(
@@ -120,7 +122,7 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
         if (self.path is None) == (self.small is None):
-            raise ValueError("give exactly one of model.path and model.small")
+            raise ValueError("give exactly one of model.path and model.small; null takes back what the file says")
         return self
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mwjax import data, losses, model
@@ -40,12 +41,25 @@ MODEL_CONFIG = "model.config."  # what the keys of config.json begin with in a f
 
 
 def decoder(config: ModelSection) -> tuple[model.ModelConfig, Any]:
-    """The decoder's configuration and float32 parameters, read from its folder or made from its seed."""
+    """The decoder's configuration and float32 parameters, read from its folder or made from its seed.
+
+    Raises ValueError where weights are not finite."""
     if config.path is not None:
-        return model.load(config.path)
+        loaded = model.load(config.path)
+        _check_finite(config.path, loaded[1])
+        return loaded
     assert config.small is not None  # the configuration has one of the two
     shape = _small(config.small)
     return shape, jax.jit(model.init, static_argnums=0)(shape, jax.random.key(config.small.seed))
+
+
+def _check_finite(path: str, params: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    bad = [
+        jax.tree_util.keystr(key, simple=True, separator=".") for key, leaf in leaves if not jnp.isfinite(leaf).all()
+    ]
+    if bad:
+        raise ValueError(f"model.path: {path}: NaN or infinite weights in {', '.join(bad)}; no run can begin with them")
 
 
 def _small(config: SmallModel) -> model.ModelConfig:
@@ -117,8 +131,13 @@ def aggregation(config: LossConfig) -> Aggregation:
 
 
 def step_source(config: RunConfig, index: data.Index) -> data.StepSource:
-    """Random access to the batches of the run. Raises LossError where rewards or options are missing."""
+    """Random access to the batches of the run. Raises LossError where rewards, options or loss tokens are missing."""
     settings, kind = config.loss, aggregation(config.loss)
+    if not index.edges.any():
+        raise losses.LossError(
+            f"none of the {len(index.ids)} rollouts has a token that gets a loss under {index.layout.method}: no "
+            "trainable turn sampled any, or none is left; record trainable turns, or set data.method=packed"
+        )
     if kind == "constant" and settings.tokens_per_rollout is None:
         raise losses.LossError("loss.tokens_per_rollout: needed by loss.aggregation constant (dr_grpo); give a number")
     return data.StepSource(
@@ -187,7 +206,7 @@ def fingerprint(
     """What determines the run's numbers, key by key, in JSON values. digest: of the initial weights."""
     values = dict(_flat(config.model_dump(mode="json")))
     kept = {key: value for key, value in values.items() if not any(_within(key, free) for free in FREE_ON_RESUME)}
-    parts = (index.rewards, index.groups, index.edges, index.sampled, index.view_tokens)
+    parts = (index.rewards, index.groups, index.edges, index.sampled, index.contents)
     content = zlib.crc32(
         "\n".join(index.ids).encode() + b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
     )
