@@ -12,6 +12,7 @@ import numpy as np
 
 from mwjax.rollouts.record import MAIN_CHAIN
 from mwjax.tree import Fragment, Tree
+from mwjax.tree.alignment import common_prefix
 
 
 class Differences(NamedTuple):
@@ -89,13 +90,6 @@ def _common_tokens(identity: np.ndarray, union: np.ndarray, shown: np.ndarray, g
     from_generated = np.searchsorted(generated, place[identity], side="right")
     from_both = np.maximum(from_shown, from_generated)
     return np.cumsum(np.bincount(from_both, minlength=len(shown) + 1))[: len(shown)]
-
-
-def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """Number of leading ids that are equal."""
-    shared = min(len(left), len(right))
-    unequal = left[:shared] != right[:shared]
-    return int(unequal.argmax()) if unequal.any() else shared
 
 
 def visible_counts(visible_until: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mwjax.rollouts.record import MAIN_CHAIN
 from mwjax.tree import Junction, Tree
+from mwjax.tree.alignment import common_prefix
 
 OTHER_CHAIN, UNKNOWN = "sampled in another chain", "unknown"
 
@@ -34,7 +35,7 @@ def leaves_of(tree: Tree) -> Leaves:
     if walk is None:
         return Leaves(chosen[:0], np.zeros(0, np.int64), ())
     distance = [
-        _common_prefix(
+        common_prefix(
             tree.views[sampled.view[k]].ids[: sampled.prefix[k]][::-1], walk.ids[: sampled.compressed[k]][::-1]
         )
         for k in chosen
@@ -69,14 +70,7 @@ def _causes(tree: Tree, chosen: np.ndarray) -> tuple[str, ...]:
             here = (sampled.view[chosen] == before) & (cause == UNKNOWN) & (place[chosen] >= 0)
             if not here.any():
                 continue
-            agree = _common_prefix(tree.views[before].ids, view.ids)
+            agree = common_prefix(tree.views[before].ids, view.ids)
             moved = (place[chosen] != sampled.prefix[chosen]) | (place[chosen] > agree)
             cause[here & moved] = opened[view.turns[0]]
     return tuple(cause.tolist())
-
-
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    shared = min(len(left), len(right))
-    unequal = left[:shared] != right[:shared]
-    first = int(unequal.argmax()) if shared else 0
-    return first if shared and unequal[first] else shared

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mwjax.audit.differences import common_prefix
 from mwjax.audit.result import Mismatch
 from mwjax.audit.text import Decode, head
 from mwjax.audit.training_rows import TrainingRow
 from mwjax.tree import Tree, build_trie
-from mwjax.tree.alignment import align
+from mwjax.tree.alignment import align, common_prefix
 
 # How far back contexts are compared to choose between equal pieces of completions.
 SUFFIX_STEPS = 256

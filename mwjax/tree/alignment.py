@@ -54,8 +54,8 @@ def align(old: np.ndarray, new: np.ndarray, completion_ends: np.ndarray) -> Alig
     the content.
     """
     old, new = np.asarray(old), np.asarray(new)
-    prefix = _common_prefix(old, new)
-    suffix = _common_prefix(old[prefix:][::-1], new[prefix:][::-1])
+    prefix = common_prefix(old, new)
+    suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
     old_stop, new_stop = old.size - suffix, new.size - suffix
     origin = np.full(new.size, -1, np.int32)
     origin[:prefix] = np.arange(prefix)
@@ -76,7 +76,8 @@ def align(old: np.ndarray, new: np.ndarray, completion_ends: np.ndarray) -> Alig
     return Alignment(origin, prefix, old.size - matched, new.size - matched)
 
 
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Number of leading ids that are equal, of two 1-D arrays."""
     length = min(left.size, right.size)
     different = left[:length] != right[:length]
     return int(different.argmax()) if different.any() else length

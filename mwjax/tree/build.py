@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mwjax.rollouts.record import MAIN_CHAIN, Edit, Rollout
-from mwjax.tree.alignment import align
+from mwjax.tree.alignment import align, common_prefix
 from mwjax.tree.history import History, TreeError, apply_edit
 
 
@@ -194,7 +194,7 @@ def _continue_chain(rollout: Rollout, chain: _Chain, turn: int, edits: list[tupl
         fresh = history.append(prompt[len(kept) :])
         history.place_last(fresh)
         union = np.concatenate([kept, fresh])
-        at = _common_prefix(old.ids, prompt)
+        at = common_prefix(old.ids, prompt)
     elif extends:
         fresh = history.append(prompt[len(old.ids) :])
         history.place_last(fresh)
@@ -241,7 +241,7 @@ def _carry_over(history: History, old: _OpenView, prompt: np.ndarray, origin: np
 def _check_edited(rollout: Rollout, history: History, kept: np.ndarray, turn: int, name: str) -> None:
     prompt = rollout.turns[turn].prompt_ids
     ids = _join(history.ids, np.int32)[kept]
-    shared = _common_prefix(ids, prompt)
+    shared = common_prefix(ids, prompt)
     if shared == len(ids):
         return
     if shared == len(prompt):
@@ -261,13 +261,6 @@ def _completion_ends(rollout: Rollout, history: History, view: _OpenView) -> np.
     index = _join(history.origin_index, np.int64)[view.union]
     lengths = np.array([len(t.completion_ids) for t in rollout.turns])
     return np.flatnonzero((turn >= 0) & (index == lengths[turn] - 1)) + 1
-
-
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    shared = min(len(left), len(right))
-    unequal = left[:shared] != right[:shared]
-    first = int(unequal.argmax()) if shared else 0
-    return first if shared and unequal[first] else shared
 
 
 def _detail(history: History, edits: list[Edit]) -> str | None:
@@ -316,7 +309,7 @@ def _sampled_tokens(
             if not len(here):
                 continue
             place, generated = compressed[here], prefix[here]
-            agree = _common_prefix(branch.ids, walk.ids)
+            agree = common_prefix(branch.ids, walk.ids)
             diverging[here] = (place != generated) | (place > agree)
             common = np.zeros(len(here), np.int64)
             if branch.chain == MAIN_CHAIN:
