@@ -111,8 +111,10 @@ class ModelSection(Section):
     attention: Literal["blockwise", "oracle"] = Field(
         default="blockwise", description="Attention; oracle is dense (T x T), for tests on short rows only."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Type of the activations; parameters, norms, softmax and losses stay float32."
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the activations; parameters, norms, softmax and losses stay float32. auto: bfloat16 on "
+        "accelerators, float32 on CPUs.",
     )
     remat: Literal["none", "attention", "full"] = Field(
         default="none",
@@ -194,17 +196,39 @@ class LossConfig(Section):
 class OptimizerConfig(Section):
     """AdamW; defaults as in the paper."""
 
-    learning_rate: NonNegative = Field(default=1e-6, description="Constant rate after the warm-up.")
+    learning_rate: NonNegative = Field(default=1e-6, description="The rate after the warm-up, the largest of the run.")
     warmup_steps: Count = Field(default=0, description="Steps over which the rate rises linearly.")
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
+        default="constant",
+        description="What follows the warm-up: no change, or a decay over the rest of the run; warmup_stable_decay "
+        "falls linearly at the end only.",
+    )
+    final_rate: Share = Field(default=0.0, description="Share of the rate a decay comes down to after the last step.")
+    decay_share: Share = Field(
+        default=0.1, description="warmup_stable_decay only: share of all steps over which the rate falls."
+    )
     b1: Beta = Field(default=0.9, description="Decay of the first moment.")
     b2: Beta = Field(default=0.98, description="Decay of the second moment.")
     epsilon: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
     weight_decay: NonNegative = Field(
         default=0.01, description="Decoupled weight decay; norm scales and biases are exempt."
     )
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Type both moments are stored in; bfloat16 takes 4 bytes less per parameter and rounds them.",
+    )
     clip_norm: PositiveFloat | None = Field(
         default=1.0, description="Global L2 norm gradients are clipped to; null: no clipping."
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if self.moments_dtype == "bfloat16" and self.b2 > 0.99:
+            raise ValueError(
+                f"moments_dtype bfloat16 needs b2 of at most 0.99, got {self.b2}: closer to 1, rounding to 8 bits "
+                "would keep the second moment from falling"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -212,6 +236,50 @@ class CheckpointConfig(Section):
 
     every: Count = Field(default=50, description="Steps between checkpoints; 0: only at the end and on SIGTERM.")
     keep: Positive = Field(default=2, description="How many of the newest checkpoints are kept.")
+
+
+class EvaluationConfig(Section):
+    """Held-out rollouts, scored under the contexts they were sampled under whatever data.method trains on."""
+
+    paths: list[str] = Field(
+        default=[], description="Files of held-out rollouts, one path or a list; none: nothing is evaluated."
+    )
+    every: Count = Field(
+        default=0,
+        description="Steps between evaluations; the weights before the first and after the last step always are, "
+        "0: only those.",
+    )
+    row_length: Positive | None = Field(
+        default=None,
+        description="Tokens of an evaluation row; null: data.row_length, or more where a held-out context is longer.",
+    )
+    rows_per_batch: Positive | None = Field(
+        default=None, description="Rows scored at once, over all devices; null: data.rows_per_microbatch."
+    )
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _one_path(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class TrackingConfig(Section):
+    """Where the figures of a run go beside metrics.jsonl and evaluation.jsonl."""
+
+    plots: bool = Field(default=True, description="Draw plots/training.png at every checkpoint and at the end.")
+    tensorboard: bool = Field(
+        default=False, description="Write TensorBoard events to tensorboard/ (needs the extra tensorboard)."
+    )
+    wandb: str | None = Field(
+        default=None, description="Weights & Biases project to log to; null: none (needs the extra wandb)."
+    )
+    wandb_mode: Literal["online", "offline"] | None = Field(
+        default=None,
+        description="offline: write wandb/ here, for a later 'wandb sync'; null: as the environment's WANDB_MODE says.",
+    )
+    name: str | None = Field(
+        default=None, description="Name of the run at Weights & Biases; null: the last part of run_dir."
+    )
 
 
 class MeshConfig(Section):
@@ -232,10 +300,16 @@ class RunConfig(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     log_every: Positive = Field(default=1, description="Steps between progress lines where stderr is no terminal.")
     debug: bool = Field(
-        default=False, description="No jit and no scan over layers: slow, but every value can be printed."
+        default=False,
+        description="No jit, no scan over layers, NaN checks, and the first rollout printed token by token: slow.",
+    )
+    tokenizer: str | None = Field(
+        default=None, description="A tokenizer.json for the texts that debug prints; null: the model's, if it has one."
     )
 
     @model_validator(mode="after")
@@ -245,6 +319,9 @@ class RunConfig(Section):
                 f"mesh.data ({self.mesh.data}) must divide data.rows_per_microbatch ({self.data.rows_per_microbatch}): "
                 "every device gets the same number of rows"
             )
+        rows = self.evaluation.rows_per_batch
+        if rows is not None and rows % self.mesh.data:
+            raise ValueError(f"mesh.data ({self.mesh.data}) must divide evaluation.rows_per_batch ({rows})")
         if self.debug and self.mesh.data > 1:
             raise ValueError("debug runs on one device: set mesh.data to 1")
         return self

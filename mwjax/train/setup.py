@@ -33,9 +33,12 @@ FREE_ON_RESUME = (
     "model.small.tokenizer",
     "loss.vocab_chunk",
     "checkpoint",
+    "evaluation",
+    "tracking",
     "mesh",
     "log_every",
     "debug",
+    "tokenizer",
 )
 MODEL_CONFIG = "model.config."  # what the keys of config.json begin with in a fingerprint
 
