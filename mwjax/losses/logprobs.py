@@ -7,15 +7,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mwjax.losses.vocabulary import (
     MASKED,
     chunk_logits,
     chunk_rows,
     compute_dtype,
+    first_row,
+    flat,
     gather_rows,
+    largest_over_vocabulary,
     loop_chunks,
     matmul,
+    on_mesh,
+    over_positions,
+    over_vocabulary,
     put_chunk,
     take_chunk,
 )
@@ -36,6 +43,7 @@ def edge_logprobs(
     temperature: jax.Array,
     *,
     vocab_chunk: int | None = None,
+    mesh: Mesh | None = None,
 ) -> EdgeScores:
     """Every edge's log-prob and the entropy at its parent, of ``softmax(hidden @ unembedding.T / temperature)``.
 
@@ -48,31 +56,54 @@ def edge_logprobs(
     cotangents are zero contributes exactly 0 to every gradient, even where its hidden state is not finite.
     On accelerators the matrix products follow ``jax.default_matmul_precision``. Inside ``jax.shard_map`` pass
     ``check_vma=False``.
+
+    With a ``mesh`` (all axes of `mwjax.model.sharding`) edges are split over rows and ``context``, the vocabulary over
+    ``tensor`` and D over ``fsdp``; every device scores its edges against its share of the vocabulary, and a log-sum-exp
+    over ``tensor`` joins them. Sizes must divide: B by data x fsdp, E by context, V by tensor, D by fsdp.
     """
-    parents = gather_rows(hidden, parent)
-    chunk = chunk_rows(unembedding.shape[0], parent.size, vocab_chunk)
     inverse_temperature = 1.0 / jax.lax.stop_gradient(temperature).astype(compute_dtype(hidden))
-    logprob, entropy = _scores(chunk, parents, unembedding, target.reshape(-1), inverse_temperature.reshape(-1))
-    return EdgeScores(logprob.reshape(parent.shape), entropy.reshape(parent.shape))
+    static = vocab_chunk, mesh
+    return EdgeScores(*_scores(static, gather_rows(hidden, parent, mesh), unembedding, target, inverse_temperature))
+
+
+Static = tuple[int | None, Mesh | None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(
-    chunk: int, parents: jax.Array, unembedding: jax.Array, target: jax.Array, inverse_temperature: jax.Array
+    static: Static, parents: jax.Array, unembedding: jax.Array, target: jax.Array, inverse_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward(chunk, parents, unembedding, target, inverse_temperature)[0]
+    return _forward(static, parents, unembedding, target, inverse_temperature)[0]
 
 
 def _forward(
-    chunk: int, parents: jax.Array, unembedding: jax.Array, target: jax.Array, inverse_temperature: jax.Array
+    static: Static, parents: jax.Array, unembedding: jax.Array, target: jax.Array, inverse_temperature: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    """Carried along the chunks, each [N]: the maximum m, l = sum exp(z - m), s = sum exp(z - m) (z - m), and the
-    target's logit. The entropy is then log l - s / l."""
+    vocab_chunk, mesh = static
+    local = on_mesh(partial(_forward_local, vocab_chunk, mesh is not None), mesh, "htee", "eee")
+    logprob, entropy, log_normaliser = local(parents, unembedding, target, inverse_temperature)
+    saved = (parents, unembedding, target, inverse_temperature, log_normaliser, entropy)
+    return (logprob, entropy), saved
+
+
+def _forward_local(
+    vocab_chunk: int | None,
+    split: bool,
+    parents: jax.Array,
+    unembedding: jax.Array,
+    target: jax.Array,
+    inverse_temperature: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(log-prob, entropy, log-sum-exp). Carried along the chunks, each [N]: the maximum m, l = sum exp(z - m),
+    s = sum exp(z - m) (z - m), and the target's logit. The entropy is then log l - s / l."""
+    chunk = chunk_rows(unembedding.shape[0], target.size, vocab_chunk)
+    shape, x, scale = target.shape, flat(parents), inverse_temperature.reshape(-1)
+    column_of = target.reshape(-1) - first_row(unembedding, split)
 
     def body(start: jax.Array, fresh: jax.Array | None, carry: tuple[jax.Array, ...]) -> Any:
         m, l, s, at_target = carry
-        logits = _logits(parents, take_chunk(unembedding, start, chunk), inverse_temperature, fresh)
-        column, inside = _column(target, start, chunk, fresh)
+        logits = _logits(x, take_chunk(unembedding, start, chunk, split), scale, fresh)
+        column, inside = _column(column_of, start, chunk, fresh)
         at_target = at_target + jnp.where(inside, jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0], 0.0)
         higher = jnp.maximum(m, logits.max(-1))
         shrink, shifted = jnp.exp(m - higher), logits - higher[:, None]
@@ -80,11 +111,15 @@ def _forward(
         s = shrink * (s + l * (m - higher)) + (weight * shifted).sum(-1)
         return higher, shrink * l + weight.sum(-1), s, at_target
 
-    zero = jnp.zeros_like(inverse_temperature)
+    zero = jnp.zeros_like(scale)
     m, l, s, at_target = loop_chunks(unembedding.shape[0], chunk, body, (zero + MASKED, zero, zero, zero))
+    if split:
+        higher = largest_over_vocabulary(m, split)
+        shrink = jnp.exp(m - higher)
+        l, s, at_target = over_vocabulary((shrink * l, shrink * (s + l * (m - higher)), at_target), split)
+        m = higher
     log_normaliser, entropy = m + jnp.log(l), jnp.log(l) - s / l
-    saved = (parents, unembedding, target, inverse_temperature, log_normaliser, entropy)
-    return (at_target - log_normaliser, entropy), saved
+    return (at_target - log_normaliser).reshape(shape), entropy.reshape(shape), log_normaliser.reshape(shape)
 
 
 def _logits(parents: jax.Array, rows: jax.Array, inverse_temperature: jax.Array, fresh: jax.Array | None) -> jax.Array:
@@ -98,28 +133,49 @@ def _column(target: jax.Array, start: jax.Array, chunk: int, fresh: jax.Array | 
     return column, inside if fresh is None else inside & fresh[column]
 
 
-def _backward(chunk: int, saved: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+def _backward(static: Static, saved: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    vocab_chunk, mesh = static
+    local = on_mesh(partial(_backward_local, vocab_chunk, mesh is not None), mesh, "hteeeeee", "ht")
+    return *local(*saved, *cotangents), None, None
+
+
+def _backward_local(
+    vocab_chunk: int | None,
+    split: bool,
+    parents: jax.Array,
+    unembedding: jax.Array,
+    target: jax.Array,
+    inverse_temperature: jax.Array,
+    log_normaliser: jax.Array,
+    entropy: jax.Array,
+    g_logprob: jax.Array,
+    g_entropy: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """d logprob / d z_j = [j = target] - p_j and d entropy / d z_j = -p_j (log p_j + entropy)."""
-    parents, unembedding, target, inverse_temperature, log_normaliser, entropy = saved
-    g_logprob, g_entropy = (g[:, None] for g in cotangents)
+    chunk = chunk_rows(unembedding.shape[0], target.size, vocab_chunk)
+    scale, column_of = inverse_temperature.reshape(-1), target.reshape(-1) - first_row(unembedding, split)
+    log_normaliser, entropy, g_logprob, g_entropy = (
+        part.reshape(-1, 1) for part in (log_normaliser, entropy, g_logprob, g_entropy)
+    )
     # 0 * NaN is NaN: an edge nobody asked about must not bring its hidden state into the sums over edges.
     asked = (g_logprob != 0) | (g_entropy != 0)
-    x = jnp.where(asked, parents, 0)
+    x = jnp.where(asked, flat(parents), 0)
 
     def body(start: jax.Array, fresh: jax.Array | None, carry: tuple[jax.Array, jax.Array]) -> Any:
         dx, dw = carry
-        rows = take_chunk(unembedding, start, chunk)
-        log_p = _logits(x, rows, inverse_temperature, fresh) - log_normaliser[:, None]
-        column, inside = _column(target, start, chunk, fresh)
+        rows = take_chunk(unembedding, start, chunk, split)
+        log_p = _logits(x, rows, scale, fresh) - log_normaliser
+        column, inside = _column(column_of, start, chunk, fresh)
         # A comparison, not a scatter: it fuses, and it shards over edges.
         hit = (column[:, None] == jnp.arange(chunk)) & inside[:, None]
-        dz = jnp.where(hit, g_logprob, 0.0) - jnp.exp(log_p) * (g_logprob + g_entropy * (log_p + entropy[:, None]))
-        dz = jnp.where(asked, dz * inverse_temperature[:, None], 0.0)
-        return dx + matmul("nv,vd->nd", dz, rows), put_chunk(dw, matmul("nv,nd->vd", dz, x), start, fresh)
+        dz = jnp.where(hit, g_logprob, 0.0) - jnp.exp(log_p) * (g_logprob + g_entropy * (log_p + entropy))
+        dz = jnp.where(asked, dz * scale[:, None], 0.0)
+        return dx + matmul("nv,vd->nd", dz, rows), put_chunk(dw, matmul("nv,nd->vd", dz, x), start, fresh, split)
 
-    start = jnp.zeros(x.shape, inverse_temperature.dtype), jnp.zeros_like(unembedding)
+    start = jnp.zeros(x.shape, scale.dtype), jnp.zeros_like(unembedding)
     dx, dw = loop_chunks(unembedding.shape[0], chunk, body, start)
-    return dx.astype(parents.dtype), dw, None, None
+    dx = over_vocabulary(dx, split)
+    return dx.astype(parents.dtype).reshape(parents.shape), over_positions(dw, split)
 
 
 _scores.defvjp(_forward, _backward)

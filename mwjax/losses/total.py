@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mwjax.losses.logprobs import edge_logprobs
 from mwjax.losses.masking import active, only
@@ -51,6 +52,7 @@ def batch_loss(
     teacher: Teacher | None = None,
     sdcc_lambda: float | jax.Array = 0.0,
     unit_log_ratio: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Sums of one micro-batch: the numerator of the loss (a scalar, float32 or float64) and the metrics.
 
@@ -59,12 +61,12 @@ def batch_loss(
     (`advantages.edge_weights`). With ``teacher``, ``sdcc_lambda x sum of weight x KL`` over the pairs is added.
     ``sdcc_lambda`` as a Python number 0 is a static branch: the term is absent from the computation, which is then the
     plain task loss. As an array (so that the ramp does not recompile) a value of 0 gives a term and a gradient of
-    exactly 0. ``unit_log_ratio``: see `policy_gradient_loss`.
+    exactly 0. ``unit_log_ratio``: see `policy_gradient_loss`. ``mesh``: see `edge_logprobs`.
     """
     mask = active(edges)
     scores = edge_logprobs(
         hidden, unembedding, jnp.asarray(edges.parent), jnp.asarray(edges.target), only(mask, edges.temperature, 1.0),
-        vocab_chunk=config.vocab_chunk,
+        vocab_chunk=config.vocab_chunk, mesh=mesh,
     )  # fmt: skip
     metrics = score_metrics(scores, edges)
     if config.task == "sft":
@@ -76,7 +78,13 @@ def batch_loss(
     if teacher is None or (isinstance(sdcc_lambda, int | float) and sdcc_lambda == 0):
         return numerator, metrics
     kl = sdcc_kl(
-        hidden, teacher.hidden, unembedding, teacher.unembedding, teacher.pairs, vocab_chunk=config.vocab_chunk
+        hidden,
+        teacher.hidden,
+        unembedding,
+        teacher.unembedding,
+        teacher.pairs,
+        vocab_chunk=config.vocab_chunk,
+        mesh=mesh,
     )
     total = (only(jnp.asarray(teacher.pairs.weight) != 0, teacher.pairs.weight) * kl).sum()
     # where, not a product alone: 0 x NaN is NaN.

@@ -1,12 +1,19 @@
-"""Walk over the rows of an unembedding in chunks, so that nothing of size positions x vocabulary is ever held."""
+"""Walk over the rows of an unembedding in chunks, so that nothing of size positions x vocabulary is ever held.
+
+On a mesh every device walks over its own share of the vocabulary for its own positions (inside ``jax.shard_map``);
+``split`` says so. A chunk of a table that is also cut along D is put together when it is needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from mwjax.model.sharding import CONTEXT, DATA, FSDP, HIDDEN, ROWS, TABLE, TENSOR, TOKENS, constrain
 
 Carry = TypeVar("Carry")
 
@@ -35,12 +42,17 @@ def compute_dtype(hidden: jax.Array) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if hidden.dtype == jnp.float64 else jnp.float32)
 
 
-def gather_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
-    """hidden [B, T, D], index int [B, N] -> [B * N, D]; an index outside its row is clipped (padding only).
+def gather_rows(hidden: jax.Array, index: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+    """hidden [B, T, D], index int [B, N] -> [B, N, D]; an index outside its row is clipped (padding only)."""
+    # A position may lie on any device of the row's context group.
+    hidden = constrain(hidden, PartitionSpec(ROWS, None, None), mesh)
+    return constrain(jnp.take_along_axis(hidden, index[..., None], axis=1, mode="clip"), HIDDEN, mesh)
 
-    Flat, because products with one leading axis are up to ten times faster than with two (XLA on CPU, measured).
-    """
-    return jnp.take_along_axis(hidden, index[..., None], axis=1, mode="clip").reshape(-1, hidden.shape[-1])
+
+def flat(x: jax.Array) -> jax.Array:
+    """hidden states [B, N, D] -> [B * N, D]: products with one leading axis are up to ten times faster than with two
+    (XLA on CPU, measured)."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def matmul(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -67,17 +79,61 @@ def loop_chunks(
     return jax.lax.fori_loop(0, -(-vocabulary // chunk), step, carry)
 
 
-def take_chunk(unembedding: jax.Array, start: jax.Array, chunk: int) -> jax.Array:
+def take_chunk(unembedding: jax.Array, start: jax.Array, chunk: int, split: bool = False) -> jax.Array:
     """Rows ``start .. start + chunk`` of the unembedding [V, D] -> [chunk, D]."""
-    return jax.lax.dynamic_slice_in_dim(unembedding, start, chunk, axis=0)
+    rows = jax.lax.dynamic_slice_in_dim(unembedding, start, chunk, axis=0)
+    return jax.lax.all_gather(rows, FSDP, axis=1, tiled=True) if split else rows
 
 
-def put_chunk(gradient: jax.Array, rows: jax.Array, start: jax.Array, fresh: jax.Array | None) -> jax.Array:
-    """Write the fresh ones of ``rows`` [chunk, D] into ``gradient`` [V, D] at ``start``, in place inside a loop."""
+def put_chunk(
+    gradient: jax.Array, rows: jax.Array, start: jax.Array, fresh: jax.Array | None, split: bool = False
+) -> jax.Array:
+    """Write the fresh ones of ``rows`` [chunk, D] into ``gradient`` [V, D] at ``start``, in place inside a loop.
+    split: sums over the devices that hold other columns first, and keeps this device's."""
+    if split:
+        rows = jax.lax.psum_scatter(rows, FSDP, scatter_dimension=1, tiled=True)
     rows = rows.astype(gradient.dtype)
     if fresh is not None:
         rows = jnp.where(fresh[:, None], rows, take_chunk(gradient, start, rows.shape[0]))
     return jax.lax.dynamic_update_slice_in_dim(gradient, rows, start, axis=0)
+
+
+def first_row(unembedding: jax.Array, split: bool) -> jax.Array | int:
+    """The number, in the whole vocabulary, of the first row this device holds."""
+    return jax.lax.axis_index(TENSOR) * unembedding.shape[0] if split else 0
+
+
+def over_vocabulary(x: Any, split: bool) -> Any:
+    """Sums over the devices that hold other rows of the vocabulary."""
+    return jax.lax.psum(x, TENSOR) if split else x
+
+
+def largest_over_vocabulary(x: jax.Array, split: bool) -> jax.Array:
+    """The maximum over the devices that hold other rows of the vocabulary."""
+    return jax.lax.pmax(x, TENSOR) if split else x
+
+
+def over_positions(gradient: jax.Array, split: bool) -> jax.Array:
+    """Sums a table's gradient over the devices that hold other positions, beyond what `put_chunk` sums."""
+    return jax.lax.psum(gradient, (DATA, CONTEXT)) if split else gradient
+
+
+def on_mesh(local: Callable[..., Any], mesh: Mesh | None, inputs: str, outputs: str) -> Callable[..., Any]:
+    """``local`` under ``jax.shard_map``; itself without a mesh.
+
+    inputs, outputs: a letter per array: h hidden states [B, N, D], t a table [V, D], e values [B, N].
+    """
+    if mesh is None:
+        return local
+    kinds = {"h": HIDDEN, "t": TABLE, "e": TOKENS}
+    # Both directions are written out, so that nothing is left to the check of what is equal on all devices.
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(kinds[kind] for kind in inputs),
+        out_specs=tuple(kinds[kind] for kind in outputs),
+        check_vma=False,
+    )
 
 
 def chunk_logits(positions: jax.Array, rows: jax.Array, fresh: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

@@ -1,0 +1,79 @@
+"""The one table of which mesh axis splits which axis of which array; everything that is sharded derives from it.
+
+Mesh axes: ``data`` and ``fsdp`` split the rows of a batch; ``fsdp`` also splits every parameter along the residual
+stream (ZeRO, arXiv:1910.02054); ``tensor`` splits heads, the feed-forward width, experts and the vocabulary (Megatron,
+arXiv:1909.08053); ``context`` splits the positions of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mwjax.model.config import ModelConfig
+from mwjax.model.decoder import logical_axes
+
+DATA, FSDP, TENSOR, CONTEXT = AXES = ("data", "fsdp", "tensor", "context")
+ROWS = (DATA, FSDP)  # what splits the rows of a batch
+
+RULES: dict[str, str | None] = {
+    "layers": None,
+    "vocab": TENSOR,
+    "embed": FSDP,
+    "mlp": TENSOR,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "head_dim": None,
+}
+
+HIDDEN = PartitionSpec(ROWS, CONTEXT, None)  # [B, T, D] or, of edges, [B, E, D]
+TOKENS = PartitionSpec(ROWS, CONTEXT)  # [B, T] or [B, E]
+HEADS = PartitionSpec(ROWS, CONTEXT, TENSOR, None)  # [B, T, H, head_dim]
+TABLE = PartitionSpec(TENSOR, FSDP)  # embedding and unembedding [V, D]
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, *, devices: Sequence[Any]) -> Mesh:
+    """A mesh with all four axes over the first ``data * fsdp * tensor * context`` of ``devices``.
+
+    Raises ValueError where there are fewer.
+    """
+    shape = (data, fsdp, tensor, context)
+    wanted = data * fsdp * tensor * context
+    if wanted > len(devices):
+        sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape))
+        raise ValueError(f"mesh {sizes}: {wanted} devices wanted, {len(devices)} {devices[0].platform} found")
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:wanted])
+
+
+def spec(axes: Sequence[str]) -> PartitionSpec:
+    """The partition of an array with these logical axes. Raises ValueError where one mesh axis would split two."""
+    names = [RULES[axis] for axis in axes]
+    used = [name for name in names if name is not None]
+    if len(set(used)) < len(used):
+        raise ValueError(f"logical axes {' '.join(axes)}: a mesh axis would split two of them: {names}")
+    return PartitionSpec(*names)
+
+
+def parameter_shardings(config: ModelConfig, mesh: Mesh) -> Any:
+    """`mwjax.model.init`'s result with the sharding of every array."""
+    return jax.tree.map(
+        lambda axes: NamedSharding(mesh, spec(axes)), logical_axes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
+    )
+
+
+def misfits(config: ModelConfig, mesh: Mesh) -> list[str]:
+    """Every reason why a decoder cannot be spread over a mesh: sizes that the mesh axes do not divide."""
+    problems = []
+    for axis, size in config.axis_sizes().items():
+        name = RULES[axis]
+        if name is not None and size % mesh.shape[name]:
+            problems.append(f"mesh.{name} ({mesh.shape[name]}) does not divide {axis} ({size})")
+    return problems
+
+
+def constrain(x: jax.Array, partition: PartitionSpec, mesh: Mesh | None) -> jax.Array:
+    """``x`` laid out as ``partition`` says; as it is without a mesh."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
