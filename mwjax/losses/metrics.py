@@ -42,11 +42,6 @@ def combine(first: Metrics, second: Metrics) -> Metrics:
     )
 
 
-def all_reduce(metrics: Metrics, axis_name: str | tuple[str, ...]) -> Metrics:
-    """`combine` over a mesh axis, inside ``shard_map``."""
-    return Metrics(jax.lax.psum(metrics.sums, axis_name), jax.lax.pmax(metrics.maxima, axis_name))
-
-
 def score_metrics(scores: EdgeScores, edges: Edges) -> Metrics:
     """What every task reports: loss tokens (active edges), entropy, and the drift between training and rollout.
 

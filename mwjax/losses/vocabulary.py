@@ -82,7 +82,7 @@ def loop_chunks(
 def take_chunk(unembedding: jax.Array, start: jax.Array, chunk: int, split: bool = False) -> jax.Array:
     """Rows ``start .. start + chunk`` of the unembedding [V, D] -> [chunk, D]."""
     rows = jax.lax.dynamic_slice_in_dim(unembedding, start, chunk, axis=0)
-    return jax.lax.all_gather(rows, FSDP, axis=1, tiled=True) if split else rows
+    return jax.lax.all_gather(rows, FSDP, axis=1, tiled=True) if split and jax.lax.axis_size(FSDP) > 1 else rows
 
 
 def put_chunk(
@@ -90,7 +90,7 @@ def put_chunk(
 ) -> jax.Array:
     """Write the fresh ones of ``rows`` [chunk, D] into ``gradient`` [V, D] at ``start``, in place inside a loop.
     split: sums over the devices that hold other columns first, and keeps this device's."""
-    if split:
+    if split and jax.lax.axis_size(FSDP) > 1:
         rows = jax.lax.psum_scatter(rows, FSDP, scatter_dimension=1, tiled=True)
     rows = rows.astype(gradient.dtype)
     if fresh is not None:
