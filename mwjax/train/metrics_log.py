@@ -1,4 +1,5 @@
-"""``metrics.jsonl``: one JSON object per optimiser step; a resumed run drops what lies beyond its checkpoint."""
+"""``metrics.jsonl``, one JSON object per optimiser step, and ``evaluation.jsonl``, one per evaluation. A resumed run
+drops what lies beyond its checkpoint."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Any
 from etils import epath
 
 FILE = "metrics.jsonl"
+EVALUATION = "evaluation.jsonl"
 
 
-def append(run_dir: epath.PathLike, row: Mapping[str, Any]) -> None:
+def append(run_dir: epath.PathLike, row: Mapping[str, Any], file: str = FILE) -> None:
     """Adds one row. Numbers JSON cannot write (NaN, infinity) become null."""
-    with (epath.Path(run_dir) / FILE).open("a") as file:
-        file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+    with (epath.Path(run_dir) / file).open("a") as out:
+        out.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
 
 
-def read(run_dir: epath.PathLike) -> list[dict[str, Any]]:
+def read(run_dir: epath.PathLike, file: str = FILE) -> list[dict[str, Any]]:
     """All rows; a last line that a killed run left half written is not one."""
-    path = epath.Path(run_dir) / FILE
+    path = epath.Path(run_dir) / file
     if not path.exists():
         return []
     rows = []
@@ -32,11 +34,11 @@ def read(run_dir: epath.PathLike) -> list[dict[str, Any]]:
     return rows
 
 
-def truncate(run_dir: epath.PathLike, step: int) -> None:
+def truncate(run_dir: epath.PathLike, step: int, file: str = FILE) -> None:
     """Keeps the rows of steps up to ``step``: what followed is about to be computed again."""
-    path = epath.Path(run_dir) / FILE
+    path = epath.Path(run_dir) / file
     if path.exists():
-        kept = [row for row in read(run_dir) if row["step"] <= step]
+        kept = [row for row in read(run_dir, file) if row["step"] <= step]
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
         fresh.replace(path)

@@ -1,0 +1,177 @@
+"""Held-out rollouts, scored while a run goes: the mean negative log-likelihood of their sampled tokens, each under
+exactly the context it was sampled under, on prefix tries, whatever method is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mwjax import data
+from mwjax.losses.masking import active, only
+from mwjax.model.attention.sharded import on_mesh
+from mwjax.train.config import EvaluationConfig, RunConfig
+from mwjax.train.exact import ROUND_TO
+from mwjax.train.mesh import by_rows, place, replicated
+from mwjax.train.step import Params, StepConfig, logprobs
+from mwjax.tree import Rows, RowShape
+
+# Longer than anything, and not allocated: to measure contexts before their row is chosen.
+UNBOUNDED = RowShape(1 << 40, 1 << 40)
+COMPILED = "evaluate_batch"
+
+Scan = Callable[[Iterable[int], int], Iterable[int]]
+
+
+class EvaluationError(ValueError):
+    """Held-out rollouts that cannot be evaluated."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out rollouts in rows of one shape. contents: a checksum of what they hold."""
+
+    index: data.Index
+    source: data.StepSource
+    tokens: int
+    contents: str
+
+
+def scan(config: RunConfig, vocab_size: int, progress: Scan | None = None) -> HeldOut | None:
+    """The held-out rollouts of ``config.evaluation``; None where it names none. Reads them twice: the first time to
+    find the longest context.
+
+    Raises ValueError: no usable rollout, or none with a trainable sampled token.
+    """
+    wanted = config.evaluation
+    if not wanted.paths:
+        return None
+    shape = _row_shape(config, vocab_size, progress)
+    layout = data.Layout(
+        "packed",
+        shape,
+        rollouts_per_step=config.data.rollouts_per_step,
+        rows_per_microbatch=wanted.rows_per_batch or config.data.rows_per_microbatch,
+    )
+    try:
+        index = data.scan(wanted.paths, layout, vocab_size=vocab_size, progress=progress)
+    except ValueError as error:
+        raise EvaluationError(f"evaluation.paths: {error}") from error
+    tokens = int(index.edges.sum())
+    if not tokens:
+        raise EvaluationError(
+            f"evaluation.paths: none of the {len(index.ids)} rollouts in {', '.join(wanted.paths)} has a trainable "
+            "turn that sampled a token"
+        )
+    source = data.StepSource(index, process=jax.process_index(), processes=jax.process_count())
+    return HeldOut(index, source, tokens, f"{zlib.crc32(np.sort(index.contents).tobytes()):08x}")
+
+
+def _row_shape(config: RunConfig, vocab_size: int, progress: Scan | None) -> RowShape:
+    """Rows of the training's length, or longer where a single context needs it: tries are split at forks, down to
+    single contexts."""
+    length = config.evaluation.row_length or config.data.row_length
+    edges = config.data.edges_per_row or length
+    try:
+        index = data.scan(
+            config.evaluation.paths, data.Layout("logittree", UNBOUNDED), vocab_size=vocab_size, progress=progress
+        )
+    except ValueError as error:
+        raise EvaluationError(f"evaluation.paths: {error}") from error
+    longest, most = np.concatenate([np.zeros((1, 4), np.int64), *index.needs])[:, :2].max(axis=0).tolist()
+    if config.evaluation.row_length is None and longest > length:
+        length = -(-longest // ROUND_TO) * ROUND_TO
+    return RowShape(length, max(edges, most))
+
+
+def due(config: EvaluationConfig, step: int, total: int) -> bool:
+    """Whether the weights after ``step`` of ``total`` steps are evaluated."""
+    return step in (0, total) or bool(config.every and step % config.every == 0)
+
+
+def overlap(held: HeldOut, trained: Collection[str]) -> list[str]:
+    """Ids of held-out rollouts that are trained on as well."""
+    known = set(trained)
+    return [name for name in held.index.ids if name in known]
+
+
+class Sums(NamedTuple):
+    """Scalars over scored tokens: negative log-likelihood; number with a recorded log-prob, and of those the sum and
+    the maximum of |log p - recorded log p|."""
+
+    nll: jax.Array
+    known: jax.Array
+    logdiff: jax.Array
+    largest: jax.Array
+
+
+def batch_sums(params: Params, rows: Rows, config: StepConfig) -> Sums:
+    """Sums over the edges of some rows."""
+    mask, scored = active(rows.edges), logprobs(params, rows, config)
+    recorded = jnp.asarray(rows.edges.rollout_logprob)
+    known = mask & ~jnp.isnan(recorded)
+    difference = jnp.abs(only(known, scored) - only(known, recorded))
+    return Sums(-only(mask, scored).sum(), known.sum(), difference.sum(), difference.max(initial=0.0))
+
+
+Evaluate = Callable[[Params, Callable[[int, int], bool]], dict[str, Any] | None]
+
+
+def build(held: HeldOut, config: StepConfig, mesh: Mesh, sampled_the_data: bool) -> Evaluate:
+    """The function that evaluates parameters placed on ``mesh``; compiled once.
+
+    Called with parameters and ``go_on(done, total)``, which is asked between batches, it returns ``loss`` (mean
+    negative log-likelihood per sampled token, in nats, at the temperature of the recorded log-probs), ``perplexity``,
+    ``tokens``, ``logdiff_mean`` and ``logdiff_max_token`` (None unless ``sampled_the_data`` and log-probs
+    were recorded), ``rollouts``, ``refused``, ``contents`` and ``seconds``; or None if ``go_on`` said no.
+    """
+    if mesh.size > 1 and isinstance(config.attention, str):
+        config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
+    steps = held.source.steps_in(1)
+
+    def evaluate_batch(params: Params, total: Sums, rows: Rows) -> Sums:
+        fresh = batch_sums(params, rows, config)
+        return Sums(
+            total.nll + fresh.nll,
+            total.known + fresh.known,
+            total.logdiff + fresh.logdiff,
+            jnp.maximum(total.largest, fresh.largest),
+        )
+
+    add = jax.jit(evaluate_batch, out_shardings=replicated(mesh))
+
+    def evaluate(params: Params, go_on: Callable[[int, int], bool]) -> dict[str, Any] | None:
+        begun = time.perf_counter()
+        zero = np.float32(0)
+        total = place(Sums(zero, np.int32(0), zero, zero), replicated(mesh))
+        for batches in data.iterate_steps(held.source, 0, steps):
+            for batch in batches.microbatches:
+                before, total = total, add(params, total, place(batch.rows, by_rows(mesh)))
+                jax.block_until_ready(before)  # one batch ahead, not all of them
+            if not go_on(batches.step + 1, steps):
+                return None
+        sums = jax.device_get(total)
+        known = int(sums.known) if sampled_the_data else 0
+        loss = float(sums.nll) / held.tokens
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 709 else math.inf,
+            "tokens": held.tokens,
+            "logdiff_mean": float(sums.logdiff) / known if known else None,
+            "logdiff_max_token": float(sums.largest) if known else None,
+            "rollouts": len(held.index.ids),
+            "refused": len(held.index.refused),
+            "contents": held.contents,
+            "seconds": time.perf_counter() - begun,
+        }
+
+    return evaluate
