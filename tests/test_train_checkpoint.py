@@ -16,7 +16,7 @@ FINGERPRINT = {"model": "abc", "data.seed": 1, "data.paths": ["a", "b"], "optimi
 
 
 PARAMS = {"norm": jnp.ones(5), "inner": {"weight": jax.random.normal(jax.random.key(0), (300, 200))}}
-OPTIMIZER, DEVICE = optimizer(OptimizerConfig()), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+OPTIMIZER, DEVICE = optimizer(OptimizerConfig(), total=10), jax.sharding.SingleDeviceSharding(jax.devices()[0])
 TEMPLATE = state.abstract(PARAMS, OPTIMIZER, DEVICE)
 
 

@@ -29,7 +29,7 @@ config = StepConfig(shape, losses.LossConfig("policy_gradient", policy), sdcc=Tr
 params = model.init(shape, jax.random.key(1), jnp.float64)
 initial = jax.tree.map(lambda leaf: leaf * 1.05, params)
 batches, denominator = microbatches(sys.argv[1], "sdcc", rows=8, length=64, edges=32)
-transform = optimizer(OptimizerConfig(learning_rate=0.01))
+transform = optimizer(OptimizerConfig(learning_rate=0.01), total=10)
 found = []
 for devices in (1, 8):
     mesh = make_mesh(MeshConfig(data=devices))

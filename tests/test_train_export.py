@@ -53,7 +53,7 @@ def status(*arguments: str) -> int:
 
 def test_what_was_not_trained_comes_back_equal_to_the_byte(made: Path, tmp_path: Path) -> None:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    untrained = state.create(model.load(made / "model")[1], optimizer(OptimizerConfig()), device)
+    untrained = state.create(model.load(made / "model")[1], optimizer(OptimizerConfig(), total=10), device)
     with checkpoint.Checkpoints(tmp_path / "run", checkpoint.load_fingerprint(made / "run"), keep=1) as checkpoints:
         checkpoints.save(7, untrained)
     shutil.copy(made / "run" / "config.yaml", tmp_path / "run")

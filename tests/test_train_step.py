@@ -25,7 +25,7 @@ from tests.training_runs import VOCABULARY, microbatches, recorded, write
 GRPO = losses.LossConfig("policy_gradient", losses.PolicyGradientConfig(kl_coefficient=0.0))
 GSPO = losses.LossConfig("policy_gradient", losses.PolicyGradientConfig("gspo", 0.3, 0.4, kl_coefficient=0.0))
 SFT = losses.LossConfig("sft")
-TRANSFORM, MESH = optimizer(OptimizerConfig(learning_rate=0.01)), make_mesh(MeshConfig())
+TRANSFORM, MESH = optimizer(OptimizerConfig(learning_rate=0.01), total=10), make_mesh(MeshConfig())
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of the time these tests take
 sums = jax.jit(gradient_sums, static_argnums=2, compiler_options=QUICK)

@@ -68,6 +68,7 @@ def run(config: RunConfig) -> TrainResult:
     when it holds checkpoints. Raises ValueError for what the user can put right (data, options, a run directory of
     another configuration, a loss that is not finite).
     """
+    config = setup.resolved(config)
     with jax.disable_jit() if config.debug else contextlib.nullcontext():
         return _train(config, _prepare(config))
 
@@ -98,7 +99,7 @@ def _prepare(config: RunConfig) -> _Prepared:
 
 
 def _train(config: RunConfig, made: _Prepared) -> TrainResult:
-    transform, everywhere = optimizer(config.optimizer), replicated(made.mesh)
+    transform, everywhere = optimizer(config.optimizer, made.total), replicated(made.mesh)
     run_dir = epath.Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total)
@@ -202,7 +203,7 @@ class _Log:
 
     def __init__(self, config: RunConfig, made: _Prepared, compiled: CompileCounter, reporter: Reporter) -> None:
         self.config, self.made, self.compiled, self.reporter = config, made, compiled, reporter
-        self.rate = learning_rate(config.optimizer)
+        self.rate = learning_rate(config.optimizer, made.total)
         self.pending: tuple[dict[str, Any], Outcome] | None = None
         self.since, self.compiling = time.perf_counter(), 0.0
 
@@ -221,6 +222,7 @@ class _Log:
         self.since, self.compiling = now, self.compiled.seconds
         row |= {key: value for key, value in measured.items() if key not in row}
         row |= {
+            "learning_rate": None if outcome.scalars is None else float(self.rate(row["step"] - 1)),
             "seconds": seconds,
             "tokens_per_second": row["tokens"] / max(seconds, 1e-9),
             "recompiles": self.compiled.recompiles,
@@ -260,7 +262,7 @@ def _planned(batches: data.StepBatches, index: data.Index, sdcc_lambda: float | 
 def _measured(outcome: Outcome, sampled_the_data: bool) -> dict[str, float | None]:
     """The part of a row that the devices computed; waits for them."""
     if outcome.scalars is None or outcome.metrics is None:
-        return {"loss": None, "gradient_norm": None, "learning_rate": None}
+        return {"loss": None, "gradient_norm": None}
     scalars, metrics = jax.device_get((outcome.scalars, outcome.metrics))
     measured = {name: float(value) for name, value in scalars.items()} | losses.finalise(metrics)
     if not sampled_the_data:

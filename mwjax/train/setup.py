@@ -92,6 +92,14 @@ def _vocabulary(path: str) -> int:
         raise ValueError(f"model.small.tokenizer: {path}: cannot be read as a tokenizer.json: {error}") from error
 
 
+def resolved(config: RunConfig) -> RunConfig:
+    """``config`` with what depends on the machine filled in: ``model.dtype`` is no longer auto."""
+    if config.model.dtype != "auto":
+        return config
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
 def describe(config: ModelSection, shape: model.ModelConfig, params: Any) -> str:
     """The decoder in words."""
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -216,8 +224,10 @@ def fingerprint(
     kept["data (content of the rollouts)"] = f"{len(index.ids)} rollouts, {content:08x}"
     kept |= {MODEL_CONFIG + key: value for key, value in shape.to_hf().items()}
     kept["model (initial weights)"] = digest
-    if method(config) == "sdcc":  # the ramp is a share of the run
-        kept["data.steps"] = total
+    by_the_total = ["loss.sdcc.ramp"] if method(config) == "sdcc" else []
+    by_the_total += ["optimizer.schedule"] if config.optimizer.schedule != "constant" else []
+    if by_the_total:
+        kept[f"data.steps (all steps: {' and '.join(by_the_total)} go by their number)"] = total
     return kept
 
 

@@ -21,6 +21,7 @@ from mwjax import losses, model
 from mwjax.losses import Metrics
 from mwjax.model.attention.sharded import on_mesh
 from mwjax.train.mesh import by_rows, replicated
+from mwjax.train.optimizer import schedule_on
 from mwjax.train.state import TrainState
 from mwjax.tree import Batch, Rows
 
@@ -175,7 +176,7 @@ def build(
         return TrainState(params, opt_state, state.step + 1), scalars
 
     def skip(state: TrainState) -> TrainState:
-        return state._replace(step=state.step + 1)
+        return state._replace(opt_state=schedule_on(state.opt_state), step=state.step + 1)
 
     def score(params: Params, rows: Rows) -> jax.Array:
         return logprobs(params, rows, config)
