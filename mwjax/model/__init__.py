@@ -1,32 +1,50 @@
 """The decoder: configuration, parameters, packed-row forward pass, incremental decoding, Hugging Face files."""
 
+from mwjax.model.adapters import merge_adapters
 from mwjax.model.attention import attend
 from mwjax.model.cache import Cache, decode_step, init_cache
-from mwjax.model.config import ModelConfig, UnsupportedModelError, small_config
-from mwjax.model.decoder import abstract_params, declarations, forward, init, logical_axes, unembedding
+from mwjax.model.config import LORA_TARGETS, LoRA, ModelConfig, UnsupportedModelError, small_config
+from mwjax.model.decoder import (
+    abstract_params,
+    adapter_names,
+    declarations,
+    forward,
+    init,
+    init_adapters,
+    logical_axes,
+    unembedding,
+)
 from mwjax.model.errors import ModelFilesError
 from mwjax.model.hub import local_folder
+from mwjax.model.parameters import join_params, split_params
 from mwjax.model.reading import load, read_config
 from mwjax.model.writing import check_free, save
 
 __all__ = [
+    "LORA_TARGETS",
     "Cache",
+    "LoRA",
     "ModelConfig",
     "ModelFilesError",
     "UnsupportedModelError",
     "abstract_params",
+    "adapter_names",
     "attend",
     "check_free",
     "declarations",
     "decode_step",
     "forward",
     "init",
+    "init_adapters",
     "init_cache",
+    "join_params",
     "load",
     "local_folder",
     "logical_axes",
+    "merge_adapters",
     "read_config",
     "save",
     "small_config",
+    "split_params",
     "unembedding",
 ]

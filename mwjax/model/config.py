@@ -39,12 +39,37 @@ class RopeScaling:
     original_length: int = 8192
 
 
+LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters (Hu et al., arXiv:2106.09685, section 4.1): each target matrix W of every layer acts as
+    ``W + alpha / rank * A B`` with A [in, rank] and B [rank, out]. ``targets`` are some of `LORA_TARGETS`."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = LORA_TARGETS
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UnsupportedModelError(f"the rank of LoRA must be at least 1, got {self.rank}")
+        unknown = [name for name in self.targets if name not in LORA_TARGETS]
+        if unknown or not self.targets:
+            raise UnsupportedModelError(f"targets of LoRA are some of {', '.join(LORA_TARGETS)}; got {self.targets}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder. Hashable, so it can be a static argument of a jitted function.
 
     ``width`` is the residual stream, ``feed_forward_width`` the inner width of the SwiGLU block; ``heads`` query heads
-    share ``key_value_heads`` keys and values in groups of ``heads // key_value_heads``.
+    share ``key_value_heads`` keys and values in groups of ``heads // key_value_heads``. ``lora`` adds adapters, of
+    which a ``config.json`` says nothing: `mwjax.model.merge_adapters` folds them into the weights.
     """
 
     family: str
@@ -60,6 +85,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     tied: bool = True
     context_length: int = 32768
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -85,7 +111,7 @@ class ModelConfig:
 
     def axis_sizes(self) -> dict[str, int]:
         """Size of every logical axis a parameter can have."""
-        return {
+        sizes = {
             "layers": self.layers,
             "vocab": self.vocab_size,
             "embed": self.width,
@@ -94,6 +120,7 @@ class ModelConfig:
             "kv_heads": self.key_value_heads,
             "head_dim": self.head_dim,
         }
+        return sizes if self.lora is None else {**sizes, "lora": self.lora.rank}
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:

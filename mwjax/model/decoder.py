@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from mwjax.model.attention import attend as attend_tree
 from mwjax.model.attention.blockwise import LOG_SUM_EXP_NAME, OUTPUT_NAME
 from mwjax.model.config import ModelConfig
 from mwjax.model.layers import Decoder, Layer
-from mwjax.model.parameters import initialise, is_declaration
+from mwjax.model.parameters import initialise, is_declaration, join_params
 from mwjax.model.rope import rotations
 
 Params = dict[str, Any]
@@ -26,14 +28,31 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
     Pure, so it can be jitted with ``config`` and ``dtype`` static and output shardings.
     """
+    if config.lora is not None:
+        base = init(dataclasses.replace(config, lora=None), key, dtype)
+        return join_params(base, init_adapters(config, jax.random.fold_in(key, 1), dtype))
+    return _random(declarations(config), config, key, dtype)
+
+
+def init_adapters(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Adapters that leave the decoder as it is (A random, B zero), to be joined with its parameters (`join_params`)."""
+    return _random(_structure(config)[3], config, key, dtype)
+
+
+def _random(declared: Params, config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
     outer_key, layers_key = jax.random.split(key)
     sizes = config.axis_sizes()
-    outer = dict(declarations(config))
+    outer = dict(declared)
     layer = outer.pop("layers")
     layers = jax.lax.map(
         lambda layer_key: initialise(layer, sizes, layer_key, dtype), jax.random.split(layers_key, config.layers)
     )
     return {**initialise(outer, sizes, outer_key, dtype), "layers": layers}
+
+
+def adapter_names(config: ModelConfig) -> list[str]:
+    """Dotted names of the parameters that are adapters; none without ``config.lora``."""
+    return list(flatten_dict(_structure(config)[3], sep="."))
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
@@ -58,14 +77,20 @@ def _is_names(leaf: Any) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _structure(config: ModelConfig) -> tuple[Any, Params, Params]:
-    """(graph definition, abstract parameters, declarations), from the one, abstract construction of the modules."""
+def _structure(config: ModelConfig) -> tuple[Any, Params, Params, Params]:
+    """(graph definition, abstract parameters, declarations, declarations of the adapters among them), from the one,
+    abstract construction of the modules."""
     abstract = nnx.eval_shape(lambda: Decoder(config))
     definition, state = nnx.split(abstract)
     declared = jax.tree.map(
         lambda variable: variable.declaration, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     )
-    return definition, nnx.to_pure_dict(state), nnx.to_pure_dict(declared)
+    adapters = jax.tree.map(
+        lambda variable: variable.declaration,
+        nnx.filter_state(state, nnx.LoRAParam),
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    return definition, nnx.to_pure_dict(state), nnx.to_pure_dict(declared), nnx.to_pure_dict(adapters)
 
 
 def unembedding(params: Params, config: ModelConfig) -> jax.Array:

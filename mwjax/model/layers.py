@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mwjax.model.config import ModelConfig
-from mwjax.model.parameters import parameter
+from mwjax.model.parameters import Declaration, parameter
 from mwjax.model.rope import rotate
 
 Rotations = tuple[jax.Array, jax.Array]
@@ -29,6 +29,35 @@ class Norm(nnx.Module):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         return (wide * self.scale[...]).astype(x.dtype)
+
+
+class Adapter(nnx.Module):
+    """Low-rank adapter of a matrix: x -> alpha / rank * (x A) B, in the dtype of x. The product A B is never formed."""
+
+    def __init__(self, config: ModelConfig, declaration: Declaration):
+        assert config.lora is not None
+        sizes = config.axis_sizes()
+        self.scale = config.lora.scale
+        self.a, self.b = (
+            nnx.LoRAParam(jnp.zeros(factor.shape(sizes)), declaration=factor) for factor in declaration.adapters()
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        a, b = self.a[...].astype(x.dtype), self.b[...].astype(x.dtype)
+        return self.scale * jnp.tensordot(jnp.tensordot(x, a, a.ndim - 1), b, 1)
+
+
+def add_adapters(block: nnx.Module, config: ModelConfig) -> None:
+    """Gives a block an `Adapter` ``<name>_lora`` for each of its matrices that ``config.lora`` targets."""
+    for name in config.lora.targets if config.lora else ():
+        if hasattr(block, name):
+            setattr(block, f"{name}_lora", Adapter(config, getattr(block, name).declaration))
+
+
+def adapted(block: nnx.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """``y``, what the block's matrix ``name`` makes of ``x``, plus what its adapter adds, if it has one."""
+    adapter: Adapter | None = getattr(block, f"{name}_lora", None)
+    return y if adapter is None else y + adapter(x)
 
 
 class Attention(nnx.Module):
@@ -61,13 +90,15 @@ class Attention(nnx.Module):
         if config.query_key_norm:
             self.query_norm = Norm(config, "head_dim", "self_attn.q_norm.weight")
             self.key_norm = Norm(config, "head_dim", "self_attn.k_norm.weight")
+        add_adapters(self, config)
         self.has_bias = config.query_key_value_bias
         self.has_norm = config.query_key_norm
 
     def __call__(self, x: jax.Array, rotations: Rotations, attend: Attend) -> tuple[jax.Array, Any]:
         """x [B, T, width] -> (the block's output [B, T, width], whatever ``attend`` returned beside it)."""
         query, key, value = (
-            jnp.einsum("btw,whd->bthd", x, weight[...].astype(x.dtype)) for weight in (self.query, self.key, self.value)
+            adapted(self, name, x, jnp.einsum("btw,whd->bthd", x, getattr(self, name)[...].astype(x.dtype)))
+            for name in ("query", "key", "value")
         )
         if self.has_bias:
             query = query + self.query_bias[...].astype(x.dtype)
@@ -76,7 +107,8 @@ class Attention(nnx.Module):
         if self.has_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         mixed, extra = attend(rotate(query, *rotations), rotate(key, *rotations), value)
-        return jnp.einsum("bthd,hdw->btw", mixed, self.output[...].astype(x.dtype)), extra
+        output = jnp.einsum("bthd,hdw->btw", mixed, self.output[...].astype(x.dtype))
+        return adapted(self, "output", mixed, output), extra
 
 
 class FeedForward(nnx.Module):
@@ -86,10 +118,13 @@ class FeedForward(nnx.Module):
         self.gate = parameter(config, "embed mlp", "mlp.gate_proj.weight", "mlp embed", "embed")
         self.up = parameter(config, "embed mlp", "mlp.up_proj.weight", "mlp embed", "embed")
         self.down = parameter(config, "mlp embed", "mlp.down_proj.weight", "embed mlp", "mlp")
+        add_adapters(self, config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gated = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (x @ self.up[...].astype(x.dtype))
-        return gated @ self.down[...].astype(x.dtype)
+        gate = adapted(self, "gate", x, x @ self.gate[...].astype(x.dtype))
+        up = adapted(self, "up", x, x @ self.up[...].astype(x.dtype))
+        gated = jax.nn.silu(gate) * up
+        return adapted(self, "down", gated, gated @ self.down[...].astype(x.dtype))
 
 
 class Layer(nnx.Module):

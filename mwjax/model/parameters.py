@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mwjax.model.config import ModelConfig
 
@@ -23,6 +25,17 @@ class Declaration(NamedTuple):
     file_axes: tuple[tuple[str, ...], ...]
     file_name: str
     initialiser: str
+
+    def adapters(self) -> tuple[Declaration, Declaration]:
+        """Of the factors A and B of a low-rank adapter of this matrix, whose first axes are those it sums over. The
+        names are PEFT's."""
+        inner = tuple(self.initialiser.split())
+        outer_group, inner_group = self.file_axes
+        name = self.file_name.removesuffix("weight") + "lora_{}.weight"
+        return (
+            Declaration((*inner, "lora"), (("lora",), inner_group), name.format("A"), self.initialiser),
+            Declaration(("lora", *self.axes[len(inner) :]), (outer_group, ("lora",)), name.format("B"), "zeros"),
+        )
 
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
         return tuple(sizes[axis] for axis in self.axes)
@@ -77,3 +90,17 @@ def initialise(declarations: Any, sizes: dict[str, int], key: jax.Array, dtype: 
         else:
             values.append(jnp.full(leaf.shape(sizes), float(leaf.initialiser == "ones"), dtype))
     return jax.tree.unflatten(structure, values)
+
+
+def split_params(params: Any, names: Collection[str]) -> tuple[Any, Any]:
+    """Two nested dicts: the leaves of these dotted names ("layers.attention.query"), and the others."""
+    chosen: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, leaf in flatten_dict(params, sep=".").items():
+        (chosen if name in names else others)[name] = leaf
+    return unflatten_dict(chosen, sep="."), unflatten_dict(others, sep=".")
+
+
+def join_params(some: Any, others: Any) -> Any:
+    """Undoes `split_params`."""
+    return unflatten_dict({**flatten_dict(some), **flatten_dict(others)})

@@ -27,6 +27,7 @@ RULES: dict[str, str | None] = {
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "head_dim": None,
+    "lora": None,
 }
 
 HIDDEN = PartitionSpec(ROWS, CONTEXT, None)  # [B, T, D] or, of edges, [B, E, D]

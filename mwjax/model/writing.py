@@ -114,6 +114,8 @@ def _unfit(config: ModelConfig, params: Params, dtype: Any) -> list[str]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {"/".join(str(part.key) for part in path): tuple(leaf.shape) for path, leaf in leaves}
 
+    if config.lora is not None:
+        return ["the weights of adapters have no place there; mwjax.model.merge_adapters folds them into the others"]
     expected, given = shapes(abstract_params(config)), shapes(params)
     problems = [f"parameter {name} is missing" for name in expected.keys() - given.keys()]
     problems += [f"parameter {name} is not part of this model" for name in given.keys() - expected.keys()]
