@@ -22,9 +22,16 @@ NOT_SAMPLED_HERE = (
 
 
 def write(
-    config: RunConfig, index: Index, description: str, digest: str, total: int, rows: Sequence[dict[str, Any]]
+    config: RunConfig,
+    index: Index,
+    description: str,
+    digest: str,
+    total: int,
+    rows: Sequence[dict[str, Any]],
+    evaluations: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Writes the card of a run from its configuration, its data and the rows of ``metrics.jsonl`` so far.
+    """Writes the card of a run from its configuration, its data and the rows of ``metrics.jsonl`` and
+    ``evaluation.jsonl`` so far.
 
     description: the decoder in words; digest: of its initial weights; total: the run's number of steps.
     """
@@ -37,6 +44,7 @@ def write(
         ("old log-probs", "not used" if config.loss.task == "sft" else config.loss.old_logprobs),
         ("model", f"{description}, weights {digest}"),
         ("logdiff", logdiff(config, rows)),
+        ("held out", held_out(evaluations)),
         ("steps", f"{rows[-1]['step'] if rows else 0} of {total}"),
         ("versions", versions()),
     ]
@@ -65,6 +73,19 @@ def logdiff(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"mean {mean:.4g}, token maximum {largest:.4g} in the first step, by the weights that sampled; later steps "
         "contain what was learnt"
+    )
+
+
+def held_out(evaluations: Sequence[dict[str, Any]]) -> str:
+    """The loss on held-out rollouts before training, and newest."""
+    if not evaluations:
+        return "not evaluated"
+    shown = dict.fromkeys((0, len(evaluations) - 1))
+    figures = [f"{evaluations[number]['loss']:.4f} at step {evaluations[number]['step']}" for number in shown]
+    newest = evaluations[-1]
+    return (
+        f"{', '.join(figures)}: mean negative log-likelihood in nats of {newest['tokens']} sampled tokens of "
+        f"{newest['rollouts']} rollouts ({newest['refused']} refused), under the contexts they were sampled under"
     )
 
 

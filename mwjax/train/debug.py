@@ -24,6 +24,7 @@ SHOWN_TOKENS, SHOWN_CONTEXT = 100, 12
 CHECKED = ("accumulate", "apply", "score", "score_exact")
 
 TextOf = Callable[[int], str]
+Score = Callable[[Rows], np.ndarray]
 
 
 class Row(NamedTuple):
@@ -52,7 +53,7 @@ class Sampled(NamedTuple):
 
     view: int
     turn: int
-    index: int
+    index: int  # type: ignore[assignment]  # (hides tuple.index, which nobody needs here)
     token: int
     prefix: int
     tail: tuple[int, ...]
@@ -76,23 +77,22 @@ def first_rollout(batches: Sequence[Batch]) -> int | None:
     return None
 
 
-def listing(
-    batches: Sequence[Batch], rollout: int, now: Sequence[np.ndarray], old: Sequence[np.ndarray] | None = None
-) -> Iterator[Item]:
+def listing(batches: Sequence[Batch], rollout: int, now: Score, old: Score | None = None) -> Iterator[Item]:
     """What the rows say of one rollout, row by row and in row order, read from tokens, mask and edges alone.
 
-    batches: micro-batches in numpy, not placed. now: of each batch, the log-probs [B, E] of its edges under the current
-    weights; old: those the loss divides by (default: ``old_logprob`` where known, else ``rollout_logprob``).
+    batches: micro-batches in numpy, not placed. now: the log-probs [B, E] of rows' edges under the current weights;
+    old: those the loss divides by (default: ``old_logprob`` where known, else ``rollout_logprob``).
     """
-    for number, (batch, scores) in enumerate(zip(batches, now)):
+    for number, batch in enumerate(batches):
         edges = batch.rows.edges
-        behaviour = np.where(np.isnan(edges.old_logprob), edges.rollout_logprob, edges.old_logprob)
-        behaviour = behaviour if old is None else old[number]
-        for row in range(len(batch.rows.tokens)):
-            mine = np.flatnonzero((edges.weight[row] != 0) & (edges.rollout[row] == rollout))
-            if len(mine):
-                yield Row(number, row)
-                yield from _row(batch.rows, row, mine, scores[row], behaviour[row])
+        mine = (edges.weight != 0) & (edges.rollout == rollout)
+        if not mine.any():
+            continue
+        recorded = np.where(np.isnan(edges.old_logprob), edges.rollout_logprob, edges.old_logprob)
+        scores, behaviour = now(batch.rows), recorded if old is None else old(batch.rows)
+        for row in np.flatnonzero(mine.any(axis=1)).tolist():
+            yield Row(number, row)
+            yield from _row(batch.rows, row, np.flatnonzero(mine[row]), scores[row], behaviour[row])
 
 
 def _row(rows: Rows, row: int, mine: np.ndarray, now: np.ndarray, behaviour: np.ndarray) -> Iterator[Item]:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from mwjax import data
 from mwjax.losses.masking import active, only
 from mwjax.model.attention.sharded import on_mesh
+from mwjax.train import metrics_log
 from mwjax.train.config import EvaluationConfig, RunConfig
 from mwjax.train.exact import ROUND_TO
 from mwjax.train.mesh import by_rows, place, replicated
@@ -152,7 +153,8 @@ def build(held: HeldOut, config: StepConfig, mesh: Mesh, sampled_the_data: bool)
     def evaluate(params: Params, go_on: Callable[[int, int], bool]) -> dict[str, Any] | None:
         begun = time.perf_counter()
         zero = np.float32(0)
-        total = place(Sums(zero, np.int32(0), zero, zero), replicated(mesh))
+        total: Any = place((zero, np.int32(0), zero, zero), replicated(mesh))
+        total = Sums(*total)
         for batches in data.iterate_steps(held.source, 0, steps):
             for batch in batches.microbatches:
                 before, total = total, add(params, total, place(batch.rows, by_rows(mesh)))
@@ -175,3 +177,64 @@ def build(held: HeldOut, config: StepConfig, mesh: Mesh, sampled_the_data: bool)
         }
 
     return evaluate
+
+
+class Evaluations:
+    """The evaluations of one run, made where they are due and not there yet. Only process 0 writes."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        total: int,
+        held: HeldOut | None,
+        evaluate: Evaluate | None,
+        show: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """evaluate: what `build` made for ``held``; show: is given every new row of ``evaluation.jsonl``."""
+        self.config, self.total, self.held, self.evaluate, self.show = config, total, held, evaluate, show
+        self.rows = metrics_log.read(config.run_dir, metrics_log.EVALUATION)
+
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        """The row of the latest evaluation, None before the first."""
+        return self.rows[-1] if self.rows else None
+
+    def wanted(self, step: int) -> bool:
+        """Whether the weights after ``step`` steps are due, and not evaluated yet."""
+        done = any(row["step"] == step for row in self.rows)
+        return self.evaluate is not None and due(self.config.evaluation, step, self.total) and not done
+
+    def add(self, step: int, params: Params, go_on: Callable[[int, int], bool]) -> None:
+        """Evaluates the weights after ``step`` steps; nothing is added if ``go_on`` says no on the way."""
+        assert self.evaluate is not None
+        found = self.evaluate(params, go_on)
+        if found is None:
+            return
+        row = {"step": step, **found}
+        self.rows.append(row)
+        if jax.process_index() == 0:
+            metrics_log.append(self.config.run_dir, row, metrics_log.EVALUATION)
+        self.show(row)
+
+    def notes(self, trained: Collection[str]) -> list[str]:
+        """What to know about the held-out rollouts of a run that trains on the ids ``trained``."""
+        if self.held is None:
+            return []
+        index = self.held.index
+        notes = [
+            f"evaluation: {len(index.ids)} held-out rollouts used, {len(index.refused)} refused, "
+            f"{self.held.tokens:,} sampled tokens, rows of {index.layout.shape.length:,} tokens"
+        ]
+        both = overlap(self.held, trained)
+        if both:
+            some = ", ".join(map(repr, both[:3])) + (", ..." if len(both) > 3 else "")
+            notes.append(
+                f"evaluation: {len(both)} of them are trained on as well ({some}): their loss says nothing about "
+                "rollouts the model has not seen"
+            )
+        if any(row["contents"] != self.held.contents for row in self.rows):
+            notes.append(
+                f"evaluation: earlier rows of {metrics_log.EVALUATION} are of other held-out rollouts; they cannot be "
+                "compared"
+            )
+        return notes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from etils import epath
 from jax.sharding import Mesh
 
 from mwjax import data, losses, model
-from mwjax.train import card, exact, load, metrics_log, setup, state
+from mwjax.rollouts import Refusal
+from mwjax.train import card, curves, debug, evaluation, exact, load, metrics_log, setup, state, trackers
 from mwjax.train.checkpoint import Checkpoints
 from mwjax.train.config import RunConfig
 from mwjax.train.mesh import by_rows, make_mesh, place, replicated
@@ -64,10 +66,11 @@ class TrainResult:
 def run(config: RunConfig) -> TrainResult:
     """Train as ``config`` says and return when done, or after SIGTERM with a checkpoint saved.
 
-    Writes ``config.yaml``, ``metrics.jsonl``, ``card.md`` and ``checkpoints/`` in ``config.run_dir``; continues there
-    when it holds checkpoints. Raises ValueError for what the user can put right (data, options, a run directory of
-    another configuration, a loss that is not finite).
+    Writes ``config.yaml``, ``metrics.jsonl``, ``evaluation.jsonl``, ``card.md``, ``plots/`` and ``checkpoints/`` in
+    ``config.run_dir``; continues there when it holds checkpoints. Raises ValueError for what the user can put right
+    (data, options, a run directory of another configuration, a loss that is not finite).
     """
+    trackers.check(config.tracking)
     config = setup.resolved(config)
     with jax.disable_jit() if config.debug else contextlib.nullcontext():
         return _train(config, _prepare(config))
@@ -75,7 +78,8 @@ def run(config: RunConfig) -> TrainResult:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a run is made of before it starts. digest and description are of the initial weights, ``params``."""
+    """What a run is made of before it starts. digest and description are of the initial weights, ``params``. held: the
+    rollouts to evaluate on."""
 
     mesh: Mesh
     shape: model.ModelConfig
@@ -85,6 +89,7 @@ class _Prepared:
     index: data.Index
     source: data.StepSource
     total: int
+    held: evaluation.HeldOut | None
 
 
 def _prepare(config: RunConfig) -> _Prepared:
@@ -94,8 +99,9 @@ def _prepare(config: RunConfig) -> _Prepared:
     index = data.scan(config.data.paths, setup.layout(config), vocab_size=shape.vocab_size, progress=measuring)
     source = setup.step_source(config, index)
     total = config.data.steps or source.steps_in(config.data.epochs)
+    held = evaluation.scan(config, shape.vocab_size, measuring)
     params = jax.device_put(params, replicated(mesh))
-    return _Prepared(mesh, shape, params, digest, description, index, source, total)
+    return _Prepared(mesh, shape, params, digest, description, index, source, total, held)
 
 
 def _train(config: RunConfig, made: _Prepared) -> TrainResult:
@@ -111,26 +117,31 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
         if initial is None:
             _free(made.params)
         (run_dir / "config.yaml").write_text(load.dump(config))
-        metrics_log.truncate(run_dir, begun)
+        for file in (metrics_log.FILE, metrics_log.EVALUATION):
+            metrics_log.truncate(run_dir, begun, file)
         with (
             Reporter(made.total, begun, config.log_every) as reporter,
-            CompileCounter(COMPILED) as compiled,
+            trackers.tracking(config, begun, reporter.say) as tracked,
+            CompileCounter((*COMPILED, evaluation.COMPILED)) as compiled,
             StopOnSignal() as stop,
         ):
             _announce(reporter, config, made, begun)
-            log = _Log(config, made, compiled, reporter)
+            log = _Log(config, made, compiled, reporter, tracked, stop)
             log.write_card()
+            log.evaluate(begun, current.params)
             done = begun
             if begun < made.total:
                 step = _build(config, made, template.params, transform)
                 comparison = _comparison(config, made, initial, step)
                 done = _steps(config, made, step, comparison, current, checkpoints, log, stop)
+            elif begun:
+                log.write_card()
     rows = metrics_log.read(run_dir)
     return TrainResult(
         run_dir=config.run_dir,
         step=done,
         total=made.total,
-        refused=len(made.index.refused),
+        refused=len(made.index.refused) + (len(made.held.index.refused) if made.held else 0),
         stopped=done < made.total,
         last=rows[-1] if rows else None,
     )
@@ -145,7 +156,8 @@ def _free(params: Any) -> None:
 def _build(config: RunConfig, made: _Prepared, params: Any, transform: optax.GradientTransformation) -> Step:
     layout = made.index.layout
     example = collate([], [], layout.shape, layout.rows_per_microbatch)
-    return build(setup.step_config(config, made.shape), transform, made.mesh, params, example)
+    step = build(setup.step_config(config, made.shape), transform, made.mesh, params, example)
+    return debug.checked(step, made.index.ids) if config.debug else step
 
 
 def _steps(
@@ -163,12 +175,17 @@ def _steps(
     every, done, distils = config.checkpoint.every, int(current.step), made.index.layout.method == "sdcc"
     for batches in data.iterate_steps(made.source, done, made.total, workers=config.data.workers):
         weight = losses.lambda_at(batches.step, made.total, sdcc.peak, sdcc.ramp) if distils else 0.0
-        current, outcome = update(
-            step, current, batches.microbatches, batches.denominator, loss, comparison, made.mesh, weight
-        )
+        if config.debug and not log.shown:
+            log.show_rollout(step, current.params, comparison, batches)
+        with debug.naming(batches.step + 1):
+            current, outcome = update(
+                step, current, batches.microbatches, batches.denominator, loss, comparison, made.mesh, weight
+            )
         log.add(batches, outcome, weight if distils else None)
         done = batches.step + 1
         stopping = stop.requested  # read once: a signal may come at any time
+        if not stopping:
+            log.evaluate(done, current.params)
         if done == made.total or stopping or (every and done % every == 0):
             log.flush()  # and stop here if the loss is not finite: such weights are not worth keeping
             checkpoints.save(done, current)
@@ -199,10 +216,21 @@ def _comparison(config: RunConfig, made: _Prepared, initial: Any, step: Step) ->
 
 
 class _Log:
-    """Writes a step's row once the next step is under way, so that the host never waits for the devices."""
+    """Writes a step's row once the next step is under way, so that the host never waits for the devices; and what else
+    a run tells: evaluations, the card, the plots."""
 
-    def __init__(self, config: RunConfig, made: _Prepared, compiled: CompileCounter, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        made: _Prepared,
+        compiled: CompileCounter,
+        reporter: Reporter,
+        tracked: trackers.Trackers,
+        stop: StopOnSignal,
+    ) -> None:
         self.config, self.made, self.compiled, self.reporter = config, made, compiled, reporter
+        self.tracked, self.stop, self.shown = tracked, stop, False
+        self.evaluations = _evaluations(config, made, reporter, tracked)
         self.rate = learning_rate(config.optimizer, made.total)
         self.pending: tuple[dict[str, Any], Outcome] | None = None
         self.since, self.compiling = time.perf_counter(), 0.0
@@ -229,17 +257,71 @@ class _Log:
         }
         metrics_log.append(self.config.run_dir, row)
         self.reporter.step(row)
+        self.tracked.add("train", row)
         for name in ("loss", "gradient_norm"):
             if row[name] is not None and not math.isfinite(row[name]):
                 raise TrainingDiverged(
                     f"step {row['step']}: {name} is {row[name]}; the checkpoints in {self.config.run_dir} are from "
-                    "before. Lower optimizer.learning_rate, or look at the batch with debug=true"
+                    "before. Lower optimizer.learning_rate, or look for the operation with --debug"
                 )
 
+    def evaluate(self, step: int, params: Any) -> None:
+        """Evaluates the weights after ``step`` steps if that is due. Its time is not the next step's."""
+        if not self.evaluations.wanted(step):
+            return
+        self.flush()
+
+        def go_on(done: int, total: int) -> bool:
+            self.reporter.evaluating(done, total)
+            return not self.stop.requested or jax.process_count() > 1  # the others wait for this one
+
+        self.evaluations.add(step, params, go_on)
+        self.since, self.compiling = time.perf_counter(), self.compiled.seconds
+
     def write_card(self) -> None:
-        made = self.made
-        rows = metrics_log.read(self.config.run_dir)
-        card.write(self.config, made.index, made.description, made.digest, made.total, rows)
+        """The card and the plots as of the rows written so far."""
+        made, config = self.made, self.config
+        rows = metrics_log.read(config.run_dir)
+        card.write(config, made.index, made.description, made.digest, made.total, rows, self.evaluations.rows)
+        if config.tracking.plots and jax.process_index() == 0:
+            curves.draw(config.run_dir, rows, self.evaluations.rows)
+
+    def show_rollout(self, step: Step, params: Any, comparison: Comparison, batches: data.StepBatches) -> None:
+        """Prints the first rollout of a step token by token, as `debug` lists it."""
+        self.shown, made, microbatches = True, self.made, batches.microbatches
+        number = debug.first_rollout(microbatches)
+        if number is None:
+            return
+        if comparison.exact is not None:
+            comparison.exact(microbatches)
+
+        def score(params: Any, rows: Rows) -> np.ndarray:
+            return np.asarray(step.score(params, place(rows, by_rows(made.mesh))))
+
+        old = functools.partial(score, comparison.initial) if comparison.own_rows else None
+        items = debug.listing(microbatches, number, functools.partial(score, params), old)
+        method = made.index.layout.method
+        title = f"step {batches.step + 1}: rollout {made.index.ids[number]!r} as rows of {method} train it"
+        for text in debug.lines(items, title, self.reporter.console.width, debug.text_of(self.config)):
+            self.reporter.show(text)
+
+
+def _evaluations(
+    config: RunConfig, made: _Prepared, reporter: Reporter, tracked: trackers.Trackers
+) -> evaluation.Evaluations:
+    def show(row: Mapping[str, Any]) -> None:
+        reporter.evaluated(row)
+        tracked.add("evaluation", row)
+
+    evaluate = None
+    if made.held is not None:
+        settings = setup.step_config(config, made.shape)
+        evaluate = evaluation.build(made.held, settings, made.mesh, config.model.sampled_the_data)
+    made_of = evaluation.Evaluations(config, made.total, made.held, evaluate, show)
+    _refusals(reporter, "held out, refused", made.held.index.refused if made.held else ())
+    for note in made_of.notes(made.index.ids):
+        reporter.say(note)
+    return made_of
 
 
 def _planned(batches: data.StepBatches, index: data.Index, sdcc_lambda: float | None) -> dict[str, Any]:
@@ -272,10 +354,8 @@ def _measured(outcome: Outcome, sampled_the_data: bool) -> dict[str, float | Non
 
 def _announce(reporter: Reporter, config: RunConfig, made: _Prepared, begun: int) -> None:
     index = made.index
-    for refusal in index.refused[:SHOWN]:
-        reporter.say(f"refused: {refusal}")
-    more = f" ({len(index.refused) - SHOWN} not shown)" if len(index.refused) > SHOWN else ""
-    reporter.say(f"data: {len(index.ids)} rollouts used, {len(index.refused)} refused{more}")
+    _refusals(reporter, "refused", index.refused)
+    reporter.say(f"data: {len(index.ids)} rollouts used, {len(index.refused)} refused")
     lost = int(index.sampled.sum() - index.edges.sum())
     if lost:
         reporter.say(f"{index.layout.method}: {lost} of {int(index.sampled.sum())} sampled tokens get no loss")
@@ -286,3 +366,10 @@ def _announce(reporter: Reporter, config: RunConfig, made: _Prepared, begun: int
         reporter.say(f"{config.run_dir}: finished at step {begun} of {made.total}; raise data.steps to go on")
     elif begun:
         reporter.say(f"continuing at step {begun} of {made.total}")
+
+
+def _refusals(reporter: Reporter, kind: str, refused: Sequence[Refusal]) -> None:
+    for refusal in refused[:SHOWN]:
+        reporter.say(f"{kind}: {refusal}")
+    if len(refused) > SHOWN:
+        reporter.say(f"{kind}: {len(refused) - SHOWN} more, not shown")

@@ -19,11 +19,12 @@ class Reporter:
 
     def __init__(self, total: int, done: int, every: int) -> None:
         self.total, self.every = total, every
-        console = Console(stderr=True, highlight=False)
+        self.console = console = Console(stderr=True, highlight=False)
         self.bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=console
+            TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=console
         )
-        self.task = self.bar.add_task("train", total=total, completed=done)
+        self.task = self.bar.add_task("step", total=total, completed=done)
+        self.scoring = self.bar.add_task("evaluating", visible=False)
         self.live = Live(Group(self.bar, Text("compiling")), console=console) if console.is_terminal else None
 
     def __enter__(self) -> Reporter:
@@ -43,6 +44,23 @@ class Reporter:
             self.live.console.print(message, markup=False, soft_wrap=True)
         else:
             print(message, file=sys.stderr, flush=True)
+
+    def show(self, text: Text) -> None:
+        """Styled text that stays, a line of at most ``console.width`` columns."""
+        self.console.print(text, soft_wrap=True)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """How far an evaluation is."""
+        self.bar.update(self.scoring, completed=done, total=total, visible=done < total)
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Shows a row of ``evaluation.jsonl``."""
+        logdiff = "" if row["logdiff_mean"] is None else f"  logdiff {_number(row['logdiff_mean'])}"
+        refused = f"  refused {row['refused']}" if row["refused"] else ""
+        self.say(
+            f"evaluation at step {row['step']}  loss {_number(row['loss'])}  perplexity {_number(row['perplexity'])}  "
+            f"tokens {row['tokens']:,}{logdiff}{refused}  {row['seconds']:.1f} s"
+        )
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Shows a row of ``metrics.jsonl``."""
