@@ -11,13 +11,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh
 
 from mwjax.model.attention import attend as attend_tree
 from mwjax.model.attention.blockwise import LOG_SUM_EXP_NAME, OUTPUT_NAME
+from mwjax.model.attention.sharded import on_mesh
 from mwjax.model.config import ModelConfig
+from mwjax.model.embedding import look_up
 from mwjax.model.layers import Decoder, Layer
 from mwjax.model.parameters import initialise, is_declaration, join_params
 from mwjax.model.rope import rotations
+from mwjax.model.sharding import HIDDEN, constrain
 
 Params = dict[str, Any]
 REMAT = ("none", "attention", "full")
@@ -109,6 +113,8 @@ def forward(
     dtype: Any = jnp.float32,
     remat: str = "none",
     scan: bool = True,
+    index: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Hidden states after the final norm.
 
@@ -121,6 +127,8 @@ def forward(
       remat: what the backward pass keeps of each layer: "none" rematerialised, "attention" (the layer's input, the
         attention output and its log-sum-exp) or "full" (the layer's input only).
       scan: False runs the layers in a Python loop, for debugging (works under `jax.disable_jit`).
+      index: int32 [B, T] as `mwjax.tree.Rows.index`, for rows reordered for context parallelism.
+      mesh: the mesh (all axes of `mwjax.model.sharding`) that rows and parameters are spread over; None: one device.
 
     Returns:
       [B, T, width] of ``dtype``.
@@ -129,13 +137,15 @@ def forward(
       ValueError: unknown attention backend or remat.
     """
     if isinstance(attention, str):
-        attention = partial(attend_tree, backend=attention)
-    mix = attention
+        attention = partial(attend_tree, backend=attention) if mesh is None else on_mesh(attention, mesh)
+    mix, order = attention, () if index is None else (index,)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> tuple[jax.Array, None]:
-        return mix(query, key, value, visible_until), None
+        return mix(query, key, value, visible_until, *order), None
 
-    return run_layers(params, config, tokens, positions, attend, None, dtype=dtype, remat=remat, scan=scan)[0]
+    return run_layers(params, config, tokens, positions, attend, None, dtype=dtype, remat=remat, scan=scan, mesh=mesh)[
+        0
+    ]
 
 
 def run_layers(
@@ -149,6 +159,7 @@ def run_layers(
     dtype: Any,
     remat: str = "none",
     scan: bool = True,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Any]:
     """Embed, run every layer, norm: (hidden states, state). ``attend(query, key, value, state, layer)`` returns the
     mixed values and the new state, a pytree that is handed from layer to layer."""
@@ -159,11 +170,12 @@ def run_layers(
     def run_layer(carry: tuple[jax.Array, Any], inputs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
         (x, state), (weights, number) = carry, inputs
         layer: Layer = nnx.merge(layer_definition, weights)
-        return layer(x, angles, lambda query, key, value: attend(query, key, value, state, number)), None
+        x, state = layer(x, angles, lambda query, key, value: attend(query, key, value, state, number))
+        return (constrain(x, HIDDEN, mesh), state), None
 
     step = _rematerialise(run_layer, remat)
     inputs = (nnx.to_pure_dict(layer_params), jnp.arange(config.layers, dtype=jnp.int32))
-    carry = (decoder.embedding[...][tokens].astype(dtype), state)
+    carry = (look_up(decoder.embedding[...], tokens, dtype, mesh), state)
     if scan:
         carry, _ = jax.lax.scan(step, carry, inputs)
     else:

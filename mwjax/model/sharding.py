@@ -14,7 +14,6 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mwjax.model.config import ModelConfig
-from mwjax.model.decoder import logical_axes
 
 DATA, FSDP, TENSOR, CONTEXT = AXES = ("data", "fsdp", "tensor", "context")
 ROWS = (DATA, FSDP)  # what splits the rows of a batch
@@ -58,10 +57,10 @@ def spec(axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*names)
 
 
-def parameter_shardings(config: ModelConfig, mesh: Mesh) -> Any:
-    """`mwjax.model.init`'s result with the sharding of every array."""
+def shardings(logical_axes: Any, mesh: Mesh) -> Any:
+    """The sharding of every parameter, from their logical axes (`mwjax.model.logical_axes`)."""
     return jax.tree.map(
-        lambda axes: NamedSharding(mesh, spec(axes)), logical_axes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
+        lambda axes: NamedSharding(mesh, spec(axes)), logical_axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
     )
 
 

@@ -1,23 +1,19 @@
-"""The devices of a run: a mesh with the axis ``data``, rows spread over it, parameters on every device."""
+"""The devices of a run, and how batches get onto them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mwjax.model import sharding
 from mwjax.train.config import MeshConfig
-
-DATA_AXIS = "data"
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh over the first ``config.data`` devices. Raises ValueError where there are fewer."""
-    devices = jax.devices()
-    if config.data > len(devices):
-        raise ValueError(f"mesh.data: {config.data} devices wanted, {len(devices)} {devices[0].platform} found")
-    return jax.make_mesh((config.data,), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices[: config.data])
+    """The mesh of a run over the first devices there are. Raises ValueError where there are fewer."""
+    return sharding.make_mesh(config.data, devices=jax.devices())
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -27,7 +23,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def by_rows(mesh: Mesh) -> NamedSharding:
     """Axis 0, the rows of a micro-batch, is spread over the devices."""
-    return NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    return NamedSharding(mesh, PartitionSpec(sharding.ROWS))
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:

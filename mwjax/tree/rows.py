@@ -35,12 +35,17 @@ class Rows(NamedTuple):
 
     tokens, positions (RoPE position = depth in the tree), visible_until: int32 [B, T]. Padding sees only itself:
     ``visible_until[j] = j + 1``.
+
+    index: None, or int32 [B, T] where the rows are reordered for context parallelism (`mwjax.tree.context`): what
+    stands at place r of ``tokens`` and ``positions``, and what a parent r means, is row position ``index[r]``;
+    ``visible_until`` is in row order.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     visible_until: np.ndarray
     edges: Edges
+    index: np.ndarray | None = None  # type: ignore[assignment]  # hides tuple.index
 
 
 class Pairs(NamedTuple):

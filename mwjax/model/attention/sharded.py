@@ -1,42 +1,60 @@
-"""Attention on a mesh: every device computes its own rows and heads."""
+"""Attention on a mesh: every device computes its own rows, heads and positions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from mwjax.model.attention import attend
+from mwjax.model.sharding import CONTEXT, HEADS, ROWS, TOKENS
+from mwjax.tree.context import BLOCK
 
 
-def on_mesh(
-    backend: str,
-    mesh: Mesh,
-    *,
-    batch_axes: tuple[str, ...] = ("data", "fsdp"),
-    head_axis: str | None = "tensor",
-) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """`attend` split over the batch and the heads, to be given to `mwjax.model.forward` as its ``attention``.
+def on_mesh(backend: str, mesh: Mesh) -> Callable[..., jax.Array]:
+    """`attend` split over a mesh with the axes of `mwjax.model.sharding`: rows, heads, and positions of the queries.
 
     Left to the partitioner, a loop over the rows of the batch gathers all rows on every device; this keeps each row
-    where it is and needs no communication.
-
-    Args:
-      batch_axes: mesh axes that split the rows; names the mesh lacks are skipped.
-      head_axis: mesh axis that splits query and key heads alike; the number of key heads must be a multiple of it.
+    where it is. Without ``context`` there is no communication. With it, keys and values are gathered over its devices
+    and put back into the row's own order; queries stay where they are.
 
     Returns:
-      A function of (query, key, value, visible_until), shapes as in `attend`.
+      A function of (query, key, value, visible_until, index): shapes as in `attend`; index int32 [B, T] as
+      `mwjax.tree.Rows.index`, or None where ``context`` is 1. The number of key heads must be a multiple of ``tensor``.
     """
-    rows = tuple(name for name in batch_axes if name in mesh.shape) or None
-    heads = head_axis if head_axis in mesh.shape else None
-    spread = PartitionSpec(rows, None, heads, None)
-    return jax.shard_map(
-        partial(attend, backend=backend),
+    spread, whole = HEADS, PartitionSpec(ROWS, None)
+    if mesh.shape[CONTEXT] == 1:
+        local = partial(attend, backend=backend)
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(spread, spread, spread, whole), out_specs=spread, check_vma=False
+        )  # the loops start from constants, which the check takes for values equal on all devices
+        return lambda query, key, value, visible_until, index=None: mapped(query, key, value, visible_until)
+
+    def gathered(query, key, value, visible_until, own_index, index):
+        key, value = (
+            _in_row_order(jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True), index, query.shape[1])
+            for x in (key, value)
+        )
+        return attend(query, key, value, visible_until, query_index=own_index, backend=backend)
+
+    mapped = jax.shard_map(
+        gathered,
         mesh=mesh,
-        in_specs=(spread, spread, spread, PartitionSpec(rows, None)),
+        in_specs=(spread, spread, spread, whole, TOKENS, whole),
         out_specs=spread,
-        check_vma=False,  # the loops start from constants, which the check takes for values equal on all devices
+        check_vma=False,
     )
+    return lambda query, key, value, visible_until, index: mapped(query, key, value, visible_until, index, index)
+
+
+def _in_row_order(x: jax.Array, index: jax.Array, share: int) -> jax.Array:
+    """x [B, T, H, D] as `mwjax.tree.context` dealt it out -> in row order; whole blocks move."""
+    batch, length = index.shape
+    block = math.gcd(share, BLOCK)
+    place = jnp.argsort(index[:, ::block] // block, axis=1)
+    blocks = x.reshape(batch, length // block, block, *x.shape[2:])
+    return jnp.take_along_axis(blocks, place[:, :, None, None, None], axis=1).reshape(x.shape)

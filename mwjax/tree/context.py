@@ -1,0 +1,77 @@
+"""Cutting rows over the devices of a context-parallel group, so that each gets the same share of the attention's work.
+
+A tree costs unequally along a row: where the rows of a long trunk are cheap, those of deep branches see all of it. So
+the positions of a row are dealt out in blocks, and ``Rows.index`` says which position of the row stands where.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mwjax.tree.rows import Batch, Pairs, Rows
+
+BLOCK = 256  # rows that stay together: the attention works on blocks
+
+
+def split_context(batch: Batch, shards: int) -> Batch:
+    """The batch with the positions of every row reordered for ``shards`` devices: shard k takes positions
+    ``k * T / shards`` up to ``(k + 1) * T / shards`` of the new order. ``visible_until`` stays in the row's own order;
+    ``index``, the parents of the edges and the pairs follow. The same batch for one shard.
+
+    Raises:
+        ValueError: the length of the rows, or their number of edges or pairs, is no multiple of ``shards``.
+    """
+    if shards == 1:
+        return batch
+    rows, place = _split(batch.rows, shards, "row length")
+    _check_multiple(rows.edges.parent.shape[1], shards, "edges per row")
+    rows = rows._replace(edges=rows.edges._replace(parent=_move(place, rows.edges.parent)))
+    if batch.teacher is None or batch.pairs is None:
+        return batch._replace(rows=rows)
+    teacher, teacher_place = _split(batch.teacher, shards, "teacher row length")
+    pairs = batch.pairs
+    _check_multiple(pairs.student.shape[1], shards, "pairs per row")
+    moved = Pairs(_move(place, pairs.student), _move(teacher_place, pairs.teacher), pairs.weight)
+    return Batch(rows, teacher, moved)
+
+
+def deal(visible_until: np.ndarray, shards: int, block: int) -> np.ndarray:
+    """An order of one row's positions, int32 [T], in which each of ``shards`` equal parts costs about the same.
+
+    Blocks of ``block`` positions are dealt out, the most expensive first, each to the part that has the least work of
+    those that still have room. A block costs one unit for every block of keys in which it sees something.
+    """
+    blocks = len(visible_until) // block
+    last_end = visible_until.reshape(blocks, block).max(axis=1)
+    first = np.arange(blocks) * block
+    cost = ((first <= first[:, None]) & (first[:, None] < last_end)).sum(axis=1)
+    parts: list[list[int]] = [[] for _ in range(shards)]
+    work, room = np.zeros(shards, np.int64), blocks // shards
+    for number in np.argsort(-cost, kind="stable").tolist():
+        part = min((p for p in range(shards) if len(parts[p]) < room), key=lambda p: (work[p], p))
+        parts[part].append(number)
+        work[part] += cost[number]
+    order = np.concatenate([np.sort(part) for part in parts])
+    return (order[:, None] * block + np.arange(block)).reshape(-1).astype(np.int32)
+
+
+def _split(rows: Rows, shards: int, what: str) -> tuple[Rows, np.ndarray]:
+    """The reordered rows, and int32 [B, T] where every position of a row went. Edges keep their parents."""
+    length = rows.tokens.shape[1]
+    _check_multiple(length, shards, what)
+    block = math.gcd(length // shards, BLOCK)
+    index = np.stack([deal(row, shards, block) for row in rows.visible_until])
+    place = np.argsort(index, axis=1).astype(np.int32)
+    tokens, positions = (np.take_along_axis(x, index, axis=1) for x in (rows.tokens, rows.positions))
+    return rows._replace(tokens=tokens, positions=positions, index=index), place
+
+
+def _move(place: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(place, positions, axis=1)
+
+
+def _check_multiple(size: int, shards: int, what: str) -> None:
+    if size % shards:
+        raise ValueError(f"{what} ({size}) must be a multiple of mesh.context ({shards})")
