@@ -130,13 +130,12 @@ def _cut(row: tuple[jax.Array, ...], sizes: tuple[int, int]) -> _Blocks:
     )
 
 
-def _scores(blocks: _Blocks, i: jax.Array, j: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Scores [Hkv, M, key block] of query block i against key block j, and what is visible [M, key block]."""
-    scores = jnp.einsum("hqd,hkd->hqk", blocks.query[i], blocks.key[j], preferred_element_type=dtype)
+def _visible(blocks: _Blocks, i: jax.Array, j: jax.Array) -> jax.Array:
+    """Which keys of block j the rows of query block i see: bool [M, key block]."""
     size = blocks.visible_until.shape[1]
     keys = j * size + jnp.arange(size, dtype=jnp.int32)
     rows = blocks.query_index[i][:, None]
-    return scores * blocks.query.shape[-1] ** -0.5, (keys <= rows) & (rows < blocks.visible_until[j])
+    return (keys <= rows) & (rows < blocks.visible_until[j])
 
 
 def _forward_row(sizes: tuple[int, int], row: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -145,18 +144,18 @@ def _forward_row(sizes: tuple[int, int], row: tuple[jax.Array, ...]) -> tuple[ja
     blocks = _cut(row, sizes)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     lowest = jnp.finfo(dtype).min
+    matmul, scale = partial(jnp.einsum, preferred_element_type=dtype), query.shape[-1] ** -0.5
 
     def sweep_queries(i):
         def sweep_keys(t, carry):
             output, largest, total = carry
             j = blocks.order[i, t]
-            scores, visible = _scores(blocks, i, j, dtype)
+            scores = matmul("hqd,hkd->hqk", blocks.query[i], blocks.key[j]) * scale
+            visible = _visible(blocks, i, j)
             new_largest = jnp.maximum(largest, jnp.where(visible, scores, lowest).max(axis=-1))
             weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0)
             shrink = jnp.exp(largest - new_largest)
-            added = jnp.einsum(
-                "hqk,hkd->hqd", weights.astype(value.dtype), blocks.value[j], preferred_element_type=dtype
-            )
+            added = matmul("hqk,hkd->hqd", weights.astype(value.dtype), blocks.value[j])
             return output * shrink[..., None] + added, new_largest, total * shrink + weights.sum(axis=-1)
 
         shape = blocks.query.shape[1:]
@@ -177,6 +176,7 @@ def _backward_row(sizes: tuple[int, int], row: tuple[jax.Array, ...]) -> tuple[j
     dtype = log_sum_exp.dtype
     query_block, key_block = sizes
     kv_heads, heads, head_dim = key.shape[1], query.shape[1], query.shape[2]
+    matmul, scale = partial(jnp.einsum, preferred_element_type=dtype), head_dim**-0.5
     delta = _fold((output.astype(dtype) * gradient.astype(dtype)).sum(axis=-1), kv_heads, query_block)
     gradient = _fold(gradient, kv_heads, query_block)
 
@@ -184,27 +184,29 @@ def _backward_row(sizes: tuple[int, int], row: tuple[jax.Array, ...]) -> tuple[j
         def sweep_keys(t, carry):
             query_gradient, key_gradient, value_gradient = carry
             j = blocks.order[i, t]
-            scores, visible = _scores(blocks, i, j, dtype)
-            weights = jnp.where(visible, jnp.exp(scores - log_sum_exp[i][..., None]), 0)
-            weights_gradient = jnp.einsum("hqd,hkd->hqk", gradient[i], blocks.value[j], preferred_element_type=dtype)
-            scores_gradient = (weights * (weights_gradient - delta[i][..., None])).astype(query.dtype)
-            matmul = partial(jnp.einsum, preferred_element_type=dtype)
+            # Keys come before queries: four of the five products then read their operands as they lie. XLA on CPU
+            # is three times slower on one that does not, and the whole attention 1.4 times (measured).
+            scores = matmul("hkd,hqd->hkq", blocks.key[j], blocks.query[i]) * scale
+            weights = jnp.exp(scores - log_sum_exp[i][:, None])
+            weights = jnp.where(_visible(blocks, i, j).T, weights, 0)
+            weights_gradient = matmul("hkd,hqd->hkq", blocks.value[j], gradient[i])
+            scores_gradient = (weights * (weights_gradient - delta[i][:, None])).astype(query.dtype)
             return (
-                query_gradient + matmul("hqk,hkd->hqd", scores_gradient, blocks.key[j]),
-                key_gradient.at[j].add(matmul("hqk,hqd->hkd", scores_gradient, blocks.query[i])),
-                value_gradient.at[j].add(matmul("hqk,hqd->hkd", weights.astype(value.dtype), gradient[i])),
+                query_gradient + matmul("hkd,hkq->hdq", blocks.key[j], scores_gradient),
+                key_gradient.at[j].add(matmul("hkq,hqd->hkd", scores_gradient, blocks.query[i])),
+                value_gradient.at[j].add(matmul("hkq,hqd->hkd", weights.astype(value.dtype), gradient[i])),
             )
 
-        start = (jnp.zeros(blocks.query.shape[1:], dtype), *key_value_gradients)
+        start = (jnp.zeros((kv_heads, head_dim, blocks.query.shape[2]), dtype), *key_value_gradients)
         query_gradient, *rest = jax.lax.fori_loop(0, blocks.visits[i], sweep_keys, start)
-        return tuple(rest), query_gradient
+        return tuple(rest), jnp.swapaxes(query_gradient, 1, 2)
 
     zeros = (jnp.zeros(blocks.key.shape, dtype), jnp.zeros(blocks.value.shape, dtype))
     (key_gradient, value_gradient), query_gradient = jax.lax.scan(
         sweep_queries, zeros, jnp.arange(blocks.query.shape[0])
     )
     return (
-        _unfold(query_gradient * head_dim**-0.5, heads, query_block).astype(query.dtype),
-        _unfold(key_gradient * head_dim**-0.5, kv_heads, key_block).astype(key.dtype),
+        _unfold(query_gradient * scale, heads, query_block).astype(query.dtype),
+        _unfold(key_gradient * scale, kv_heads, key_block).astype(key.dtype),
         _unfold(value_gradient, kv_heads, key_block).astype(value.dtype),
     )
