@@ -11,14 +11,15 @@ from rich.progress import Progress
 
 from mwjax.rollouts.errors import file_error
 from mwjax.rollouts.lines import is_compressed, is_pipe
+from mwjax.rollouts.packed import is_packed
 
 
 @contextlib.contextmanager
 def watching(
-    paths: Sequence[epath.PathLike],
+    paths: Sequence[epath.PathLike], doing: str = "auditing"
 ) -> Iterator[tuple[Callable[[str, int], None], Callable[[str, int, int], None]]]:
     """The callbacks that :func:`mwjax.audit.run` takes as ``progress`` and ``scoring``. What a model does also leaves a
-    line when it is done, since it takes long.
+    line when it is done, since it takes long. doing: what the bar over the files is called.
 
     Raises:
       RolloutFileError: a file cannot be opened.
@@ -28,7 +29,7 @@ def watching(
     done = dict.fromkeys(sizes, 0)
     known = [size for size in sizes.values() if size is not None]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("auditing", total=sum(known) if len(known) == len(sizes) else None)
+        task = bar.add_task(doing, total=sum(known) if len(known) == len(sizes) else None)
         scored = bar.add_task("scoring", total=None, visible=False)
 
         def advance(file: str, so_far: int) -> None:
@@ -46,7 +47,7 @@ def watching(
 
 def _size(path: epath.PathLike) -> int | None:
     """Bytes of a plain file; None where the progress cannot be told from them."""
-    if is_pipe(path) or is_compressed(path):
+    if is_pipe(path) or is_packed(path) or is_compressed(path):
         return None
     try:
         return epath.Path(path).expanduser().stat().length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass
 
 
 class RecordError(ValueError):
@@ -15,6 +16,19 @@ class RecordError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.reason}" if self.field else self.reason
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A line that was not taken. ``field`` is a path such as ``turns[2].logprobs[5]``, or "" for the whole line."""
+
+    file: str
+    line: int
+    field: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}: {self.field + ': ' if self.field else ''}{self.reason}"
 
 
 class RolloutFileError(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Rollout files in: JSON Lines, one rollout a line; a bad line is refused with its reason and the rest is kept."""
+"""Rollouts in, from JSON Lines or a packed set; a bad line is refused with its reason and the rest is kept."""
 
 from __future__ import annotations
 
@@ -11,23 +11,11 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from mwjax.rollouts.errors import RecordError
+from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.lines import DamagedFile, Line, lines
+from mwjax.rollouts.packed import PackedRollouts, is_packed
 from mwjax.rollouts.record import Rollout
 from mwjax.rollouts.validate import from_json
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A line that was not taken. ``field`` is a path such as ``turns[2].logprobs[5]``, or "" for the whole line."""
-
-    file: str
-    line: int
-    field: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}, line {self.line}: {self.field + ': ' if self.field else ''}{self.reason}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,7 @@ class Entry(NamedTuple):
 
 
 def read(path: epath.PathLike, *, vocab_size: int | None = None) -> ReadResult:
-    """Reads a whole rollout file (``.jsonl``, also gzip or Zstandard compressed; local or ``gs://``).
+    """Reads a whole rollout file (``.jsonl``, also gzip or Zstandard compressed; local or ``gs://``), or a packed set.
 
     With ``vocab_size`` ids at or beyond it are refused. Raises RolloutFileError if the file cannot be read at all.
     """
@@ -70,7 +58,10 @@ def iterate(path: epath.PathLike, *, vocab_size: int | None = None) -> Iterator[
 
 
 def entries(path: epath.PathLike, *, vocab_size: int | None = None) -> Iterator[Entry]:
-    """Like ``iterate``, with the line itself."""
+    """Like ``iterate``, with the line itself; of a packed set, its number only, and refusals come last."""
+    if is_packed(path):
+        yield from _packed(PackedRollouts(path, vocab_size=vocab_size))
+        return
     file = str(path)
     line_of_id: dict[str, int] = {}
     try:
@@ -90,6 +81,13 @@ def entries(path: epath.PathLike, *, vocab_size: int | None = None) -> Iterator[
         line = Line(error.last + 1, -1, b"")
         reason = f"{error.reason}; whatever followed line {error.last} is lost"
         yield Entry(line, Refusal(file, line.number, "", reason))
+
+
+def _packed(rollouts: PackedRollouts) -> Iterator[Entry]:
+    for place, rollout in enumerate(rollouts):
+        yield Entry(Line(rollouts.line(place), -1, b""), rollout)
+    for refusal in rollouts.refused:
+        yield Entry(Line(refusal.line, -1, b""), refusal)
 
 
 def parse_line(line: Line, *, vocab_size: int | None = None) -> Rollout:

@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from mwjax.rollouts.errors import RecordError, RolloutFileError, file_error
+from mwjax.rollouts.errors import RecordError, Refusal, RolloutFileError, file_error
 from mwjax.rollouts.lines import DamagedFile, Line, is_compressed, is_pipe, lines, open_binary
-from mwjax.rollouts.read import Refusal, entries, parse_line, summary
+from mwjax.rollouts.packed import PackedRollouts, is_packed
+from mwjax.rollouts.read import entries, parse_line, summary
 from mwjax.rollouts.record import Rollout
+
+
+def open_rollouts(path: epath.PathLike, *, vocab_size: int | None = None) -> RolloutFile | PackedRollouts:
+    """A rollout file or a packed set, as a sequence of rollouts. Raises RolloutFileError if it cannot be read."""
+    kind = PackedRollouts if is_packed(path) else RolloutFile
+    return kind(path, vocab_size=vocab_size)
 
 
 class RolloutFile:
@@ -65,6 +72,10 @@ class RolloutFile:
     def line(self, index: int) -> int:
         """Line number, from 1, of a rollout in the file."""
         return int(self._where[index, 0])
+
+    def refusal(self, index: int, field: str, reason: str) -> Refusal:
+        """That a rollout is not taken, and why."""
+        return Refusal(self.path, self.line(index), field, reason)
 
     def __iter__(self) -> Iterator[Rollout]:
         return (self[index] for index in range(len(self)))

@@ -6,7 +6,10 @@ import contextlib
 import gzip
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import zstandard
@@ -47,6 +50,41 @@ def replacing(path: epath.PathLike) -> Iterator[IO[Any]]:
             kept = "; the file that was there is unchanged" if target.exists() else ""
             raise file_error("write", path, error, kept) from error
         raise
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: epath.PathLike) -> Iterator[Path]:
+    """An empty local folder beside ``folder`` that takes its place when the block ends without an error.
+
+    A folder that was there is kept until the new one stands. On any error the temporary folder is removed and
+    ``folder`` stays as it was. Raises RolloutFileError.
+    """
+    target = Path(os.path.realpath(os.path.expanduser(folder)))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    except OSError as error:
+        raise file_error("write", folder, error) from error
+    try:
+        fresh, old = beside / "new", beside / "old"
+        fresh.mkdir()
+        yield fresh
+        sync_folder(os.fspath(fresh))
+        if target.exists():
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+        sync_folder(os.fspath(target.parent))
+    except OSError as error:
+        if isinstance(error, RolloutFileError):
+            raise
+        raise file_error("write", folder, error) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def sync_folder(folder: str) -> None:

@@ -24,7 +24,9 @@ class DataConfig(Section):
     """Which rollouts, in which order, in rows of which shape."""
 
     paths: list[str] = Field(
-        min_length=1, description="Files of recorded rollouts (JSON Lines; .gz and .zst too); one path or a list."
+        min_length=1,
+        description="Files of recorded rollouts (JSON Lines, .gz and .zst too) or folders that mwjax pack-data wrote; one "
+        "path or a list.",
     )
     method: Method = Field(
         default="packed",
@@ -93,6 +95,26 @@ class SmallModel(Section):
         return self
 
 
+class LoRASection(Section):
+    """Low-rank adapters (arXiv:2106.09685): only they are trained, the model stays as it is."""
+
+    rank: Positive = Field(default=16, description="Inner width of an adapter.")
+    alpha: PositiveFloat = Field(default=32.0, description="Adapters are scaled by alpha / rank.")
+    targets: list[Literal["query", "key", "value", "output", "gate", "up", "down"]] = Field(
+        default=["query", "key", "value", "output", "gate", "up", "down"],
+        min_length=1,
+        description="The matrices of every layer that get one.",
+    )
+    seed: int = Field(default=0, description="Seed of the random half of an adapter; the other half begins at zero.")
+
+    @field_validator("targets")
+    @classmethod
+    def _once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"{', '.join(value)}: every target at most once")
+        return value
+
+
 class ModelSection(Section):
     """The decoder: a model in Hugging Face format, or a small random one."""
 
@@ -120,11 +142,29 @@ class ModelSection(Section):
         default="none",
         description="What the backward pass recomputes to save memory: nothing, all of a layer but attention, or all.",
     )
+    lora: LoRASection | None = Field(default=None, description="Train low-rank adapters in place of the model.")
+    frozen: list[str] = Field(
+        default=[],
+        description="Parameters that are not trained, by dotted names with * and ?: [embedding, layers.attention.*].",
+    )
+    frozen_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Type in which weights that are not trained are stored (with model.lora or model.frozen).",
+    )
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
         if (self.path is None) == (self.small is None):
             raise ValueError("give exactly one of model.path and model.small; null takes back what the file says")
+        if self.lora is not None and self.frozen:
+            raise ValueError("frozen is without effect beside lora, which trains the adapters only; remove one")
+        if self.frozen_dtype != "float32" and self.lora is None and not self.frozen:
+            raise ValueError("frozen_dtype is without effect where everything is trained; set lora or frozen as well")
         return self
 
 
@@ -133,6 +173,13 @@ class SDCCConfig(Section):
 
     peak: NonNegative = Field(default=0.1, description="lambda after the ramp; 0 trains exactly as naive_compressed.")
     ramp: Share = Field(default=0.2, description="Share of the steps over which lambda rises linearly from 0.")
+    teacher: Literal["same", "ema"] = Field(
+        default="same",
+        description="The weights that teach: the student's own (the paper), or their moving average over the steps.",
+    )
+    ema_decay: Beta = Field(
+        default=0.99, description="ema only: share of the average kept at each update; 0 teaches as same does."
+    )
 
 
 class LossConfig(Section):
@@ -236,6 +283,12 @@ class CheckpointConfig(Section):
 
     every: Count = Field(default=50, description="Steps between checkpoints; 0: only at the end and on SIGTERM.")
     keep: Positive = Field(default=2, description="How many of the newest checkpoints are kept.")
+    best: Count = Field(default=0, description="How many of the best checkpoints are kept besides.")
+    best_by: Literal["evaluation_loss", "loss"] = Field(
+        default="evaluation_loss",
+        description="What the best ones are lowest in: the loss on held-out rollouts of the weights at that step, or "
+        "the training loss of that step.",
+    )
 
 
 class EvaluationConfig(Section):
@@ -322,6 +375,24 @@ class RunConfig(Section):
         rows = self.evaluation.rows_per_batch
         if rows is not None and rows % self.mesh.data:
             raise ValueError(f"mesh.data ({self.mesh.data}) must divide evaluation.rows_per_batch ({rows})")
+        self._check_best()
         if self.debug and self.mesh.data > 1:
             raise ValueError("debug runs on one device: set mesh.data to 1")
         return self
+
+    def _check_best(self) -> None:
+        """Whether checkpoints fall on evaluated steps, where those decide which are the best."""
+        checkpoint, evaluation = self.checkpoint, self.evaluation
+        if not checkpoint.best or checkpoint.best_by != "evaluation_loss":
+            return
+        if not evaluation.paths:
+            raise ValueError(
+                "checkpoint.best goes by the loss on held-out rollouts: give evaluation.paths, or set "
+                "checkpoint.best_by=loss"
+            )
+        every = evaluation.every
+        if not every or (checkpoint.every and checkpoint.every % every and every % checkpoint.every):
+            raise ValueError(
+                f"checkpoint.best compares checkpoints whose weights were evaluated: with checkpoint.every "
+                f"{checkpoint.every}, evaluation.every must divide it or be a multiple of it, got {every}"
+            )

@@ -1,0 +1,151 @@
+"""One pass over the rollouts before training: measures what planning needs, and nothing else stays in memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mwjax.data import measured
+from mwjax.data.index import Index, Layout, LeftOut, Source
+from mwjax.rollouts import Rollout, open_rollouts
+from mwjax.tree import Fragment, RowTooShort, TreeError, build, build_trie, fragments
+
+
+def scan(
+    paths: Sequence[str],
+    layout: Layout,
+    *,
+    vocab_size: int | None = None,
+    progress: Callable[[Iterable[int], int], Iterable[int]] | None = None,
+) -> Index:
+    """Read every rollout once, build its tree and measure its fragments; of packed sets, only the first time.
+
+    A rollout that cannot be read, whose edits contradict its turns, or that does not fit a row is refused and listed;
+    the others are kept. ``progress`` wraps an iterable of known length to show how far the scan is.
+
+    Raises:
+        ValueError: no usable rollout.
+    """
+    sources = tuple(open_rollouts(path, vocab_size=vocab_size) for path in paths)
+    if (known := measured.load(sources, layout)) is not None:
+        return known
+    left_out: list[LeftOut] = []
+    found: list[_Measured] = []
+    names: dict[str, str] = {}
+    places = [(file, place) for file, source in enumerate(sources) for place in range(len(source))]
+    numbers: Iterable[int] = range(len(places))
+    for number in progress(numbers, len(places)) if progress else numbers:
+        file, place = places[number]
+        source = sources[file]
+        try:
+            rollout = _measure(source[place], places[number], layout)
+        except (TreeError, RowTooShort) as error:
+            field = error.field if isinstance(error, TreeError) else "turns"
+            left_out.append((file, place, field, str(error)))
+            continue
+        here = f"{paths[file]}, line {source.line(place)}"
+        first = names.setdefault(rollout.id, here)
+        if first != here:
+            left_out.append((file, place, "id", f"{rollout.id!r} stands in {first} already"))
+            continue
+        found.append(rollout)
+    index = _index(sources, layout, found, tuple(left_out))
+    if not found:
+        refused = index.refused
+        first = f"; the first reason: {refused[0]}" if refused else ""
+        raise ValueError(f"no usable rollout in {', '.join(paths)}: {len(refused)} refused{first}")
+    measured.store(index)
+    return index
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    id: str
+    line: tuple[int, int]
+    group: str | None
+    reward: float
+    needs: np.ndarray
+    edges: int
+    sampled: int
+    content: int
+    view_tokens: int
+    trie_tokens: int
+
+
+def _measure(rollout: Rollout, line: tuple[int, int], layout: Layout) -> _Measured:
+    tree = build(rollout)
+    made = fragments([tree], layout.method, layout.shape)
+    merged = fragments([tree], layout.method, layout.shape, merge=True) if layout.merge else made
+    return _Measured(
+        id=rollout.id,
+        line=line,
+        group=rollout.group,
+        reward=np.nan if rollout.reward is None else rollout.reward,
+        needs=_needs(merged),
+        edges=sum(fragment.needs[1] for fragment in made),
+        sampled=int(tree.sampled.trainable.sum()),
+        content=_content(rollout),
+        view_tokens=sum(len(view.ids) for view in tree.views),
+        trie_tokens=len(build_trie([view.ids for view in tree.views]).tokens),
+    )
+
+
+def _content(rollout: Rollout) -> int:
+    """CRC-32 of everything in turns and edits that a number of a run can depend on."""
+    edits = [(e.before_turn, e.evicted, e.inserted_at, e.replacement_from, e.restored) for e in rollout.edits]
+    crc = zlib.crc32(repr(edits).encode())
+    for turn in rollout.turns:
+        crc = zlib.crc32(repr((turn.chain, turn.trainable, turn.sampling, turn.logprobs is None)).encode(), crc)
+        for part in (turn.prompt_ids, turn.completion_ids, turn.logprobs):
+            if part is not None:
+                crc = zlib.crc32(np.ascontiguousarray(part).tobytes(), crc)
+    return crc
+
+
+def _needs(made: Sequence[Fragment]) -> np.ndarray:
+    return np.array([fragment.needs for fragment in made], np.int64).reshape(len(made), 4)
+
+
+def _index(sources: tuple[Source, ...], layout: Layout, found: list[_Measured], left_out: tuple[LeftOut, ...]) -> Index:
+    codes: dict[str, int] = {}
+    groups = np.array(
+        [codes.setdefault(f"group {m.group}" if m.group is not None else f"rollout {m.id}", len(codes)) for m in found]
+    )
+    shared = layout.group_tries and layout.method == "packed"
+    units = [np.array([number]) for number in range(len(found))]
+    if shared:
+        units = [
+            members[start : start + layout.rollouts_per_step]
+            for members in (np.flatnonzero(groups == code) for code in range(len(codes)))
+            for start in range(0, len(members), layout.rollouts_per_step)
+        ]
+    index = Index(
+        sources=sources,
+        layout=layout,
+        lines=tuple(m.line for m in found),
+        ids=tuple(m.id for m in found),
+        rewards=np.array([m.reward for m in found]),
+        groups=groups,
+        units=tuple(units),
+        needs=(),
+        edges=np.array([m.edges for m in found]),
+        sampled=np.array([m.sampled for m in found]),
+        contents=np.array([m.content for m in found], np.int64),
+        view_tokens=np.array([sum(found[n].view_tokens for n in unit) for unit in units]),
+        trie_tokens=np.zeros(len(units), np.int64),
+        left_out=left_out,
+    )
+    needs, trie_tokens = [], []
+    for number, unit in enumerate(units):
+        if len(unit) == 1:
+            needs.append(found[unit[0]].needs)
+            trie_tokens.append(found[unit[0]].trie_tokens)
+        else:
+            needs.append(_needs(index.unit_fragments(number)))
+            views = [view.ids for tree in index.trees(unit) for view in tree.views]
+            trie_tokens.append(len(build_trie(views).tokens))
+    fields = {name: getattr(index, name) for name in Index.__dataclass_fields__}
+    return Index(**{**fields, "needs": tuple(needs), "trie_tokens": np.array(trie_tokens)})
