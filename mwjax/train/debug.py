@@ -150,11 +150,8 @@ def lines(
 ) -> Iterator[Text]:
     """A listing for people, ``width`` columns wide, up to ``limit`` loss tokens."""
     yield Text(title, "bold", overflow="fold")
-    yield Text(
-        "prefix: tokens seen, the last of them, > the sampled one; recorded, now: its log-prob by the engine and by "
-        "these weights; ratio: now to what the loss divides by",
-        "dim",
-    )
+    yield Text("prefix: how many tokens are seen; then the last of them > the sampled one", "dim")
+    yield Text("recorded, now: its log-prob by the engine, by these weights; ratio: now to old", "dim")
     room = width - sum(size + 1 for _, size in COLUMNS + FIGURES) + 1
     yield Text(" ").join(_cell(name, size or room, right=bool(size), style="bold") for name, size in COLUMNS + FIGURES)
     shown = left = 0
