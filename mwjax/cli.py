@@ -381,9 +381,7 @@ def record(
     run_dir: Annotated[
         str, typer.Option(metavar="DIR", help="Where calls.jsonl is written; one that is there is continued.")
     ] = "runs/record",
-    host: Annotated[
-        str, typer.Option(help="Where to listen; by default, only this machine can connect.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can connect.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8787,
     engine: Annotated[
         Literal["auto", "vllm", "sglang", "none"],

@@ -1,0 +1,60 @@
+"""The three APIs that are recorded: how to know a call of theirs, a stream's end, an error, and the usage."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+Endpoint = Literal["chat.completions", "responses", "messages"]
+
+_ENDS: tuple[tuple[str, Endpoint], ...] = (
+    ("/chat/completions", "chat.completions"),
+    ("/responses", "responses"),
+    ("/messages", "messages"),
+)
+
+
+def endpoint_of(method: str, target: str) -> Endpoint | None:
+    """The API that a request is a call of; None for one that is passed on and not recorded. ``target`` is the request
+    target: path and query."""
+    path = target.partition("?")[0].rstrip("/")
+    return next((name for end, name in _ENDS if method == "POST" and path.endswith(end)), None)
+
+
+def ends_stream(endpoint: Endpoint, data: str, payload: Any) -> bool:
+    """Whether this event is the last one that says something: a stream without it was cut off."""
+    if endpoint == "chat.completions":
+        choices = payload.get("choices") if isinstance(payload, dict) else None
+        finished = any(isinstance(each, dict) and each.get("finish_reason") for each in choices or ())
+        return data.strip() == "[DONE]" or finished
+    kind = payload.get("type") if isinstance(payload, dict) else None
+    if endpoint == "messages":
+        return kind == "message_stop"
+    return kind in ("response.completed", "response.incomplete", "response.failed")
+
+
+def error_in(payload: Any) -> str | None:
+    """The message of an error that a body or an event reports, in the shapes of the three APIs and of the engines."""
+    if not isinstance(payload, dict):
+        return None
+    inner = payload.get("response")
+    error = payload.get("error") or (inner.get("error") if isinstance(inner, dict) else None)
+    if not error and (payload.get("type") == "error" or payload.get("object") == "error"):
+        error = payload
+    if not error:
+        return None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else json.dumps(error)
+
+
+def usage_of(payload: Any) -> dict[str, Any] | None:
+    """The token counts of a whole response, in the names of its API."""
+    usage = payload.get("usage") if isinstance(payload, dict) else None
+    return usage if isinstance(usage, dict) else None
+
+
+def error_body(endpoint: Endpoint | None, message: str) -> bytes:
+    """What to answer where the upstream gave no answer that could be passed on."""
+    detail = {"message": message, "type": "api_error"}
+    body = {"type": "error", "error": detail} if endpoint == "messages" else {"error": {**detail, "code": None}}
+    return json.dumps(body).encode()

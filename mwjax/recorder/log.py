@@ -1,0 +1,96 @@
+"""The growing file of calls, written by a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mwjax.recorder.calls import Exchange, line
+from mwjax.recorder.redaction import Pattern
+from mwjax.rollouts.errors import RolloutFileError, file_error
+from mwjax.rollouts.journal import Journal
+
+BATCH = 64
+
+
+class _Item(NamedTuple):
+    exchange: Exchange
+    durable: asyncio.Future[None]
+    loop: asyncio.AbstractEventLoop
+
+
+class CallLog:
+    """One line per call in ``FOLDER/calls.jsonl``; an existing file is continued. A line is on the disk when the future
+    that ``write`` returns is done, or else ``lost`` counts it and a message on stderr says why."""
+
+    def __init__(self, folder: str, patterns: Sequence[Pattern] = ()) -> None:
+        """Raises RolloutFileError if the file cannot be opened or another recorder holds it."""
+        folder = os.path.expanduser(folder)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise file_error("write", folder, error) from error
+        self.path = os.path.join(folder, "calls.jsonl")
+        self.written = 0
+        self.lost = 0
+        self._patterns = tuple(patterns)
+        self._journal = Journal(self.path)
+        self.torn = self._journal.torn
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mwjax-call-log", daemon=True)
+        self._thread.start()
+
+    def write(self, exchange: Exchange) -> asyncio.Future[None]:
+        """Hands a finished call to the thread; to be called on an event loop."""
+        loop = asyncio.get_running_loop()
+        durable: asyncio.Future[None] = loop.create_future()
+        self._queue.put(_Item(exchange, durable, loop))
+        return durable
+
+    def close(self) -> None:
+        """Writes what is left and ends the file."""
+        self._queue.put(None)
+        self._thread.join()
+        self._journal.close()
+
+    def _run(self) -> None:
+        more = True
+        while more:
+            items = [self._queue.get()]
+            while len(items) < BATCH and not self._queue.empty():  # one wait for the disk serves them all
+                items.append(self._queue.get())
+            more = None not in items
+            self._append([item for item in items if item is not None])
+
+    def _append(self, items: list[_Item]) -> None:
+        lines = []
+        for item in items:
+            try:
+                lines.append(line(item.exchange, self._patterns))
+            except Exception as error:  # one call that cannot be described must not end the recording of the others
+                self.lost += 1
+                print(f"mwjax: a call is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+        if lines:
+            try:
+                self._journal.append(b"".join(lines))
+                self.written += len(lines)
+            except RolloutFileError as error:
+                self.lost += len(lines)
+                print(f"mwjax: {len(lines)} call(s) not recorded: {error}", file=sys.stderr)
+        for loop in {item.loop for item in items}:
+            done = [item.durable for item in items if item.loop is loop]
+            try:
+                loop.call_soon_threadsafe(_resolve, done)
+            except RuntimeError:  # the loop is closed: nobody waits
+                continue
+
+
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

@@ -1,0 +1,173 @@
+"""``mwjax record``: the proxy as a program, from its first line to the last call after Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+
+from mwjax.recorder.log import CallLog
+from mwjax.recorder.redaction import pattern
+
+if TYPE_CHECKING:
+    from mwjax.recorder.proxy import Proxy, Settings
+
+REFRESH_SECONDS = 0.5
+
+
+class Recorded(NamedTuple):
+    """``calls`` lines written, of which ``failed`` have an error; ``lost`` calls that could not be written."""
+
+    path: str
+    calls: int
+    failed: int
+    lost: int
+    sessions: int
+
+    def summary(self) -> str:
+        lost = f"; {self.lost} not recorded" if self.lost else ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.calls} calls of {self.sessions} sessions in {self.path}{failed}{lost}"
+
+
+def require_http() -> None:
+    """Raises ValueError if the HTTP library is not installed."""
+    if find_spec("aiohttp") is None:
+        raise ValueError('mwjax record needs aiohttp: pip install "mwjax[record]"')
+
+
+def run(
+    settings: Settings,
+    folder: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8787,
+    redact: Sequence[str] = (),
+    grace: float = 30.0,
+    say: Callable[[str], None] = print,
+) -> Recorded:
+    """Records until SIGTERM or Ctrl-C; then open calls have ``grace`` seconds. ``say`` gets the lines for stdout.
+
+    Raises ValueError for settings that cannot be, RolloutFileError if the log cannot be opened, OSError if the port is
+    taken.
+    """
+    from mwjax.recorder.proxy import Proxy
+
+    patterns = [pattern(field) for field in redact]
+    log = CallLog(folder, patterns)
+    try:
+        proxy = Proxy(settings, log)
+        if log.torn:
+            print(f"mwjax: {log.torn}", file=sys.stderr)
+        switch = sys.getswitchinterval()
+        sys.setswitchinterval(0.0005)  # the thread that writes calls down must not hold up the streams
+        try:
+            asyncio.run(_serve(proxy, host, port, grace, say))
+        finally:
+            sys.setswitchinterval(switch)
+    finally:
+        log.close()
+    return Recorded(log.path, log.written, proxy.counts.failed, log.lost, len(proxy.sessions))
+
+
+async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable[[str], None]) -> None:
+    from aiohttp import web
+
+    from mwjax.recorder.proxy import HEADER_BYTES
+
+    stop, now = asyncio.Event(), asyncio.Event()
+    server = web.Server(
+        proxy.handle,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        max_line_size=HEADER_BYTES,
+        max_field_size=HEADER_BYTES,
+    )
+    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
+    await runner.setup()
+    async with proxy:
+        try:
+            site = web.TCPSite(runner, host, port)
+            try:
+                await site.start()
+            except OSError as error:
+                reason = f"cannot listen there ({_reason(error)}); --port 0 takes a free port"
+                raise OSError(error.errno, reason, f"{host}:{port}") from None
+            with _signals(lambda: (now if stop.is_set() else stop).set()):
+                bound = runner.addresses[0][1]
+                for text in _greeting(proxy, host, bound):
+                    say(text)
+                sys.stdout.flush()
+                if not _is_loopback(host):
+                    print(f"mwjax: whoever can reach {host}:{bound} can use the engine", file=sys.stderr)
+                counter = asyncio.create_task(_count(proxy))
+                await stop.wait()
+                await site.stop()
+                proxy.stopping = True
+                if proxy.counts.open:
+                    print(f"mwjax: finishing {proxy.counts.open} open call(s); again to stop at once", file=sys.stderr)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace):
+                        while proxy.counts.open and not now.is_set():
+                            await asyncio.sleep(0.02)
+                counter.cancel()
+        finally:
+            await runner.cleanup()
+
+
+def _greeting(proxy: Proxy, host: str, port: int) -> list[str]:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    base = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+    return [
+        f"recording {base} -> {proxy.settings.upstream} in {proxy.log.path}",
+        f"OPENAI_BASE_URL={base}/v1",
+        f"ANTHROPIC_BASE_URL={base}",
+    ]
+
+
+async def _count(proxy: Proxy) -> None:
+    """A line that counts, where stderr is a terminal."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        return
+    with console.status("waiting for calls") as status:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            counts = proxy.counts
+            failed = f", {counts.failed} failed" if counts.failed else ""
+            status.update(f"{counts.finished} calls{failed}, {counts.open} open, {len(proxy.sessions)} sessions")
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], object]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C call ``stop``, where the system lets a loop catch them."""
+    loop = asyncio.get_running_loop()
+    caught = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, stop)
+            caught.append(number)
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).rsplit(": ", 1)[-1]

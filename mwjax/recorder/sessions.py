@@ -1,0 +1,100 @@
+"""Which session a call belongs to, and what of its headers may be written down."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import unquote
+
+# In this order: the general names, then those of Codex, Claude Code, LiteLLM and Helicone.
+SESSION_HEADERS = (
+    "x-session-id",
+    "session-id",
+    "session_id",
+    "x-conversation-id",
+    "conversation_id",
+    "x-claude-code-session-id",
+    "x-litellm-session-id",
+    "helicone-session-id",
+)
+KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "proxy-authorization", "cookie")
+KEPT_REQUEST_HEADERS = (
+    "accept",
+    "anthropic-beta",
+    "anthropic-version",
+    "content-encoding",
+    "content-type",
+    "openai-beta",
+    "originator",
+    "traceparent",
+    "user-agent",
+    "x-request-id",
+    "x-stainless-retry-count",
+)
+KEPT_RESPONSE_HEADERS = (
+    "content-encoding",
+    "content-type",
+    "openai-model",
+    "openai-version",
+    "request-id",
+    "retry-after",
+    "x-request-id",
+)
+KEPT_QUERY = ("api-version", "beta")
+SHORTEST_SECRET = 12  # shorter ones are placeholders such as EMPTY, which occur in texts
+
+_PREFIX = re.compile(r"/session/([^/?]+)(?=/)")
+
+
+class Session(NamedTuple):
+    """``source`` says where the name comes from: ``header NAME``, ``path``, ``key`` or ``none``."""
+
+    name: str | None
+    source: str
+
+
+def without_prefix(target: str) -> tuple[str, str | None]:
+    """A request target ``/session/NAME/v1/...`` as ``/v1/...`` and NAME; any other as it is and None."""
+    found = _PREFIX.match(target)
+    return (target[found.end() :], unquote(found.group(1))) if found else (target, None)
+
+
+def session(headers: Mapping[str, str], path_name: str | None, extra: Sequence[str] = ()) -> Session:
+    """The session of a call: by header (``extra`` ones first), else by path prefix, else by API key, of which only a
+    hash is used. ``headers`` has lower-case names."""
+    for name in (*extra, *SESSION_HEADERS):
+        if value := headers.get(name, "").strip():
+            return Session(value, f"header {name}")
+    if path_name is not None:
+        return Session(path_name, "path")
+    for key in secrets(headers):
+        return Session("key-" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:12], "key")
+    return Session(None, "none")
+
+
+def secrets(headers: Mapping[str, str]) -> list[str]:
+    """The credentials in these headers, without the name of their scheme."""
+    found = [headers[name].strip() for name in KEY_HEADERS if name in headers]
+    return [value.split(None, 1)[-1] for value in found if value]
+
+
+def kept(headers: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: headers[name] for name in names if name in headers}
+
+
+def kept_target(target: str) -> str:
+    """The request target with only the known harmless parameters: a query may carry a key."""
+    path, _, query = target.partition("?")
+    kept_pairs = [pair for pair in query.split("&") if pair.partition("=")[0] in KEPT_QUERY]
+    return path + ("?" + "&".join(kept_pairs) if kept_pairs else "")
+
+
+def query_secrets(target: str) -> list[str]:
+    return [
+        unquote(value)
+        for pair in target.partition("?")[2].split("&")
+        for name, _, value in [pair.partition("=")]
+        if value and name not in KEPT_QUERY
+    ]
