@@ -1,0 +1,169 @@
+"""What is to run, and where."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mwjax.launch.topologies import Slice
+
+Capacity = Literal["on-demand", "spot", "reserved"]
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+ELSEWHERE = ("gs://", "s3://", "http://", "https://")  # names that mean the same on every machine
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be launched, or the cloud refused it; the message says why and what to do."""
+
+
+class Host(NamedTuple):
+    """One virtual machine. node: its slice; worker: its number in there; label: what its lines begin with."""
+
+    node: str
+    worker: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What is rented. name: of the queued resource. slices: how many ``slice``. runtime: image of the hosts, or None
+    for that of the generation. internal: hosts without addresses of their own on the internet. give_up_after: how long
+    to queue, as gcloud writes durations (``6h``); None: for ever. create_flags: passed on to gcloud as they are."""
+
+    name: str
+    slice: Slice
+    zone: str
+    slices: int = 1
+    project: str | None = None
+    capacity: Capacity = "on-demand"
+    runtime: str | None = None
+    internal: bool = False
+    give_up_after: str | None = None
+    create_flags: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the slices."""
+        return (self.name,) if self.slices == 1 else tuple(f"{self.name}-{number}" for number in range(self.slices))
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        return tuple(
+            Host(node, worker, str(worker) if self.slices == 1 else f"{number}/{worker}")
+            for number, node in enumerate(self.nodes)
+            for worker in range(self.slice.hosts)
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What runs on every host. command: the same everywhere. files: copied into its working directory. environment:
+    beside what the hosts have. python: version of the interpreter that is installed for it."""
+
+    machines: Machines
+    command: tuple[str, ...]
+    files: tuple[Path, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    python: str = "3.12"
+
+    @property
+    def id(self) -> str:
+        """Equal for the same command in the same environment: the same job, to be found running again."""
+        text = "\0".join([*self.command, *(f"{name}={value}" for name, value in self.environment)])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def describe(self) -> str:
+        return shlex.join(self.command)
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise LaunchError(f"name {name!r}: use lower-case letters, digits and hyphens, a letter first, 40 at most")
+    return name
+
+
+def plan(
+    machines: Machines,
+    words: Sequence[str],
+    *,
+    bucket: str | None,
+    files: Sequence[str] = (),
+    environment: Sequence[str] = (),
+    python: str = "3.12",
+    counted: bool = True,
+) -> Job:
+    """The job that the command line asks for.
+
+    words: ``CONFIG.yaml KEY=VALUE...`` for ``mwjax train``, or any command. With a ``bucket``, jax's compilation cache
+    is kept there and, unless the options say otherwise, the run directory. counted: let every process check how many
+    hosts there are and how many devices each has.
+
+    Raises LaunchError or ConfigError for whatever would fail only once the machines are paid for: an option that does
+    not exist, a run directory that goes with the hosts, a file that is not on them.
+    """
+    if not words:
+        raise LaunchError("give what to run: a configuration with options, or any command after --")
+    if bucket is not None and not bucket.startswith("gs://"):
+        raise LaunchError(f"--bucket {bucket}: expected gs://BUCKET or gs://BUCKET/FOLDER")
+    bucket = bucket.rstrip("/") if bucket else None
+    shipped = tuple(Path(file) for file in files)
+    for file in shipped:
+        if not file.is_file():
+            raise LaunchError(f"--file {file}: no such file")
+    command = tuple(words)
+    if words[0].endswith((".yaml", ".yml")):
+        command, config = _train(machines.name, words, bucket, {file.name for file in shipped})
+        shipped = (config, *shipped)
+    names = [file.name for file in shipped]
+    if len(set(names)) < len(names):
+        raise LaunchError(f"files of one name would overwrite each other on the hosts: {', '.join(sorted(names))}")
+    return Job(machines, command, shipped, _environment(machines, bucket, environment, counted), python)
+
+
+def _train(name: str, words: Sequence[str], bucket: str | None, shipped: set[str]) -> tuple[tuple[str, ...], Path]:
+    """The command on the hosts, and the configuration to copy there."""
+    from mwjax.train import load
+
+    config, overrides = Path(words[0]), list(words[1:])
+    if bucket and not any(word.startswith("run_dir=") for word in overrides):
+        overrides.append(f"run_dir={bucket}/{name}")
+    settings = load.load(str(config), overrides)
+    if not settings.run_dir.startswith("gs://"):
+        raise LaunchError(
+            f"run_dir {settings.run_dir} would be on the hosts' own disks, and its checkpoints gone with them: give "
+            "--bucket gs://BUCKET/FOLDER, or run_dir=gs://..."
+        )
+    small = settings.model.small
+    values = [*settings.data.paths, settings.model.path, small.tokenizer if small else None]
+    for value in values:
+        if value is None or value.startswith(ELSEWHERE) or value in shipped:
+            continue
+        if Path(value).exists() or "*" in value:
+            raise LaunchError(
+                f"{value} is on this machine, not on the hosts: copy it into the bucket (gcloud storage cp -r) and "
+                f"give its gs:// name; or, if it is one small file, add --file {value} and name it {Path(value).name} "
+                "in the options"
+            )
+    return ("mwjax", "train", config.name, *overrides), config
+
+
+def _environment(
+    machines: Machines, bucket: str | None, given: Sequence[str], counted: bool
+) -> tuple[tuple[str, str], ...]:
+    values = {"PYTHONUNBUFFERED": "1"}
+    if bucket:
+        values["JAX_COMPILATION_CACHE_DIR"] = f"{bucket}/compilation-cache"
+    if counted:
+        values["MWJAX_PROCESSES"] = str(len(machines.hosts))
+        values["MWJAX_LOCAL_DEVICES"] = str(machines.slice.devices_per_host)
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise LaunchError(f"--env {pair}: expected NAME=VALUE")
+        values[name] = value
+    return tuple(values.items())

@@ -1,0 +1,37 @@
+"""The same job on a GKE cluster, through xpk: https://github.com/AI-Hypercomputer/xpk (docs/usage/workloads.md).
+
+The cluster, made by ``xpk cluster create``, decides on spot or reserved capacity. xpk puts a folder, ``--script-dir``,
+into a container image and runs one command in every container; ours holds the wheel and the job's files. Flags as in xpk's src/xpk/parser/workload.py at 367c838 (June 2026). Not run on GKE.
+
+xpk restarts a workload whose command ends with 42 or 127 to 255, and one whose nodes were taken away. A run that was
+told to stop saves its state and ends with 0, which GKE takes for the end: submit the same command once more.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from mwjax.launch import remote, wheel
+from mwjax.launch.commands import Command
+from mwjax.launch.job import Job
+
+
+def submit_commands(job: Job, cluster: str, built: str, max_restarts: int) -> list[Command]:
+    """Copies the files beside the wheel ``built`` and submits the workload."""
+    machines = job.machines
+    scripts = wheel.folder(machines.name) / "scripts"
+    name = built.rpartition("/")[2]
+    install = f'pip install --quiet "mwjax[{remote.EXTRAS}] @ file://$PWD/{name}"'
+    return [
+        ("mkdir", "-p", str(scripts)),
+        ("cp", built, *map(str, job.files), str(scripts)),
+        (
+            *("xpk", "workload", "create", f"--cluster={cluster}", f"--workload={machines.name}"),
+            *(f"--tpu-type={machines.slice.name}", f"--num-slices={machines.slices}", f"--zone={machines.zone}"),
+            *((f"--project={machines.project}",) if machines.project else ()),
+            *(f"--base-docker-image=python:{job.python}", f"--script-dir={scripts}"),
+            *(f"--env={variable}={value}" for variable, value in job.environment),
+            f"--max-restarts={max_restarts}",
+            f"--command={install} && {shlex.join(job.command)}",
+        ),
+    ]
