@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from mwjax import model
-from mwjax.train import checkpoint, load, setup
+from mwjax.train import checkpoint, frozen, load
 from mwjax.train.config import ModelSection
 
 
@@ -50,11 +51,13 @@ def export(
     overwrite: bool = False,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Exported:
-    """Write the parameters of a checkpoint to ``folder`` as `mwjax.model.save` does; optimiser state is not read.
+    """Write the parameters of a checkpoint to ``folder`` as `mwjax.model.save` does, adapters merged into the weights
+    they adapt; optimiser state is not read.
 
     Args:
       path: run directory (its newest checkpoint), or one of the steps in its ``checkpoints`` folder.
-      dtype: float32, float16 or bfloat16; None: as in the checkpoint, nothing is rounded.
+      dtype: float32, float16 or bfloat16; None: as in the checkpoint, or the wider of two types, so that nothing is
+        rounded.
       tokenizer: folder, hub id or tokenizer.json, in place of what the run's configuration names. What that names may
         be gone since: then the folder has no tokenizer.
 
@@ -68,8 +71,9 @@ def export(
     model.check_free(folder, overwrite)
     settings = _settings(run_dir)
     with _tokenizer(tokenizer, settings) as chosen, _folder(settings.path if settings else None) as source:
-        config = setup.decoder_of(checkpoint.load_fingerprint(run_dir, step))
-        params = checkpoint.load_params(run_dir, step)
+        config, params = model.merge_adapters(*frozen.load_decoder(run_dir, step))
+        leaves = jax.tree.leaves(params)
+        dtype = dtype or jnp.result_type(*leaves).name
         model.save(
             folder,
             config,
@@ -80,14 +84,13 @@ def export(
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
         )
-    leaves = jax.tree.leaves(params)
     files = {entry.name: entry.stat().length for entry in epath.Path(folder).iterdir()}
     return Exported(
         folder=os.fspath(folder),
         step=step,
         config=config,
         parameters=sum(leaf.size for leaf in leaves),
-        dtype=dtype or leaves[0].dtype.name,
+        dtype=dtype,
         size=sum(files.values()),
         tokenizer=any(name.startswith(("tokenizer", "vocab.")) for name in files),
     )

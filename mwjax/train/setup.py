@@ -14,6 +14,7 @@ import numpy as np
 
 from mwjax import data, losses, model
 from mwjax.losses.advantages import Aggregation
+from mwjax.train import trainable
 from mwjax.train.config import LossConfig, ModelSection, RunConfig, SmallModel
 from mwjax.train.step import StepConfig
 from mwjax.tree import RowShape
@@ -41,14 +42,30 @@ FREE_ON_RESUME = (
     "tokenizer",
 )
 MODEL_CONFIG = "model.config."  # what the keys of config.json begin with in a fingerprint
+FROZEN_WEIGHTS = "model (frozen weights)"
 
 
 def decoder(config: ModelSection) -> tuple[model.ModelConfig, Any]:
-    """The decoder's configuration and float32 parameters, read from its folder or made from its seed.
+    """The decoder's configuration and parameters, read from its folder or made from its seed; adapters joined, and in
+    the types that `trainable.stored` says (float32 where nothing is frozen).
 
-    Raises ValueError where weights are not finite."""
+    Raises ValueError where weights are not finite, and for names in ``model.frozen`` that do not exist."""
+    shape, params = _base(config)
+    if config.lora is not None:
+        shape = dataclasses.replace(shape, lora=_lora(config.lora.model_dump()))
+        adapters = jax.jit(model.init_adapters, static_argnums=0)(shape, jax.random.key(config.lora.seed))
+        params = model.join_params(params, adapters)
+    return shape, trainable.stored(config, shape, params)
+
+
+def _lora(values: Mapping[str, Any]) -> model.LoRA:
+    return model.LoRA(values["rank"], values["alpha"], tuple(values["targets"]))
+
+
+def _base(config: ModelSection) -> tuple[model.ModelConfig, Any]:
     if config.path is not None:
-        loaded = model.load(config.path)
+        # Frozen weights are not widened on the way.
+        loaded = model.load(config.path, jnp.float32 if config.frozen_dtype == "float32" else None)
         _check_finite(config.path, loaded[1])
         return loaded
     assert config.small is not None  # the configuration has one of the two
@@ -104,7 +121,9 @@ def describe(config: ModelSection, shape: model.ModelConfig, params: Any) -> str
     """The decoder in words."""
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     origin = config.path if config.small is None else f"random weights, seed {config.small.seed}"
-    return f"{shape.family}, {shape.layers} layers, width {shape.width}, {count:,} parameters ({origin})"
+    trained = trainable.describe(config, shape, params)
+    described = f"{shape.family}, {shape.layers} layers, width {shape.width}, {count:,} parameters ({origin})"
+    return described if trained is None else f"{described}; {trained}"
 
 
 def method(config: RunConfig) -> str:
@@ -198,12 +217,18 @@ def compares_with_initial(config: RunConfig) -> bool:
     return loss_config(config.loss).policy_gradient.kl_coefficient != 0 or config.loss.old_logprobs != "recorded"
 
 
+def averages_teacher(config: RunConfig) -> bool:
+    """Whether SDCC's teacher is a moving average, which the state then holds."""
+    return method(config) == "sdcc" and config.loss.sdcc.teacher == "ema"
+
+
 def step_config(config: RunConfig, shape: model.ModelConfig) -> StepConfig:
     """The static choices of the step."""
     return StepConfig(
         model=shape,
         loss=loss_config(config.loss),
         sdcc=method(config) == "sdcc",
+        ema_decay=config.loss.sdcc.ema_decay if averages_teacher(config) else None,
         attention=config.model.attention,
         dtype=config.model.dtype,
         remat=config.model.remat,
@@ -212,11 +237,24 @@ def step_config(config: RunConfig, shape: model.ModelConfig) -> StepConfig:
 
 
 def fingerprint(
-    config: RunConfig, index: data.Index, shape: model.ModelConfig, digest: str, total: int
+    config: RunConfig,
+    index: data.Index,
+    shape: model.ModelConfig,
+    digest: str,
+    total: int,
+    frozen: str | None = None,
 ) -> dict[str, Any]:
-    """What determines the run's numbers, key by key, in JSON values. digest: of the initial weights."""
+    """What determines the run's numbers, key by key, in JSON values; options without effect are left out.
+
+    digest: of the initial weights; frozen: of those that are not trained, None where all are.
+    """
     values = dict(_flat(config.model_dump(mode="json")))
-    kept = {key: value for key, value in values.items() if not any(_within(key, free) for free in FREE_ON_RESUME)}
+    unused = [*FREE_ON_RESUME]
+    unused += [] if config.model.lora else ["model.lora"]
+    unused += [] if config.model.frozen else ["model.frozen"]
+    unused += [] if config.model.lora or config.model.frozen else ["model.frozen_dtype"]
+    unused += [] if averages_teacher(config) else ["loss.sdcc.teacher", "loss.sdcc.ema_decay"]
+    kept = {key: value for key, value in values.items() if not any(_within(key, free) for free in unused)}
     parts = (index.rewards, index.groups, index.edges, index.sampled, index.contents)
     content = zlib.crc32(
         "\n".join(index.ids).encode() + b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
@@ -224,6 +262,7 @@ def fingerprint(
     kept["data (content of the rollouts)"] = f"{len(index.ids)} rollouts, {content:08x}"
     kept |= {MODEL_CONFIG + key: value for key, value in shape.to_hf().items()}
     kept["model (initial weights)"] = digest
+    kept |= {} if frozen is None else {FROZEN_WEIGHTS: frozen}
     by_the_total = ["loss.sdcc.ramp"] if method(config) == "sdcc" else []
     by_the_total += ["optimizer.schedule"] if config.optimizer.schedule != "constant" else []
     if by_the_total:
@@ -238,7 +277,10 @@ def decoder_of(fingerprint: Mapping[str, Any]) -> model.ModelConfig:
     }
     if not values:
         raise ValueError("the checkpoint does not say what the model looks like: an older mwjax made it")
-    return model.ModelConfig.from_hf(values)
+    shape = model.ModelConfig.from_hf(values)
+    prefix = "model.lora."
+    lora = {key.removeprefix(prefix): value for key, value in fingerprint.items() if key.startswith(prefix)}
+    return dataclasses.replace(shape, lora=_lora(lora)) if lora else shape
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

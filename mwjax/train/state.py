@@ -11,28 +11,35 @@ import optax
 
 
 class TrainState(NamedTuple):
-    """params: nested dict of arrays; opt_state: optax's; step: int32 scalar, the number of updates done, which is also
-    the data position: the next batch is that of global step ``step``."""
+    """params: nested dict of the arrays that are trained; opt_state: optax's; step: int32 scalar, the number of updates
+    done, which is also the data position: the next batch is that of global step ``step``; teacher: an average of
+    ``params`` over the updates, None where the loss needs none."""
 
     params: Any
     opt_state: Any
     step: Any
+    teacher: Any = None
 
 
-def create(params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding) -> TrainState:
+def create(
+    params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding, *, averaged: bool = False
+) -> TrainState:
     """A state before the first update, every leaf placed by ``sharding``. The state owns its arrays: the update may
-    donate them, so ``params`` is copied."""
-    return jax.jit(lambda params: _start(params, optimizer), out_shardings=sharding)(params)
+    donate them, so ``params`` is copied; ``averaged``: once more, as the teacher."""
+    return jax.jit(lambda params: _start(params, optimizer, averaged), out_shardings=sharding)(params)
 
 
-def abstract(params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding) -> TrainState:
+def abstract(
+    params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding, *, averaged: bool = False
+) -> TrainState:
     """Shapes, dtypes and shardings of ``create``'s result: the template a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda params: _start(params, optimizer), params)
+    shapes = jax.eval_shape(lambda params: _start(params, optimizer, averaged), params)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
 
 
-def _start(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32))
+def _start(params: Any, optimizer: optax.GradientTransformation, averaged: bool) -> TrainState:
+    teacher = jax.tree.map(jnp.copy, params) if averaged else None
+    return TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32), teacher)
 
 
 def weights_digest(params: Any) -> str:

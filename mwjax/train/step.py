@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +32,13 @@ Params = Any
 @dataclass(frozen=True)
 class StepConfig:
     """Static choices of a step. ``sdcc`` says whether the distillation term exists at all (False: teacher and pairs of
-    a batch are never looked at); ``dtype`` is that of the activations; the others are `model.forward`'s."""
+    a batch are never looked at); ``ema_decay`` is that of its averaged teacher (None: the teacher is the student);
+    ``dtype`` is that of the activations; the others are `model.forward`'s."""
 
     model: model.ModelConfig
     loss: losses.LossConfig = field(default_factory=losses.LossConfig)
     sdcc: bool = False
+    ema_decay: float | None = None
     attention: str | Callable[..., jax.Array] = "blockwise"
     dtype: str = "float32"
     remat: str = "none"
@@ -43,7 +46,8 @@ class StepConfig:
 
 
 class Total(NamedTuple):
-    """Sums over micro-batches, before any division: gradients (as the parameters), the loss's numerator, metrics."""
+    """Sums over micro-batches, before any division: gradients (as the trained parameters), the loss's numerator,
+    metrics."""
 
     gradients: Params
     numerator: jax.Array
@@ -51,9 +55,11 @@ class Total(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The jitted functions of a step; everything named ``params`` is replicated over the mesh.
+    """The jitted functions of a step; everything named ``params`` is replicated over the mesh, and is of the trained
+    parameters only: the frozen ones the functions know.
 
-    zero() -> Total; accumulate(params, total, batch, unit_log_ratio, sdcc_lambda) -> Total (``total`` is donated);
+    zero() -> Total; accumulate(params, total, batch, unit_log_ratio, sdcc_lambda, teacher) -> Total (``total`` is
+    donated; teacher: `TrainState.teacher`);
     apply(state, total, denominator) -> (state, scalars) (``state`` is donated); skip(state) -> state, one step on
     without an update; score(params, rows) -> log-probs [B, E] of the edges; score_exact: of rows of another shape.
     """
@@ -91,24 +97,26 @@ def loss_sums(
     *,
     unit_log_ratio: jax.Array | None = None,
     sdcc_lambda: float | jax.Array = 0.0,
+    teacher: Params = None,
 ) -> tuple[jax.Array, Metrics]:
     """The loss's numerator and the metric sums of one micro-batch; arguments as in `losses.batch_loss`.
 
-    SDCC's teacher is the same weights under a stop-gradient, on the teacher rows.
+    teacher: SDCC's teacher, which runs on the teacher rows, as ``params``; None: the same weights. Either is under a
+    stop-gradient.
     """
     unembedding = model.unembedding(params, config.model)
-    teacher = None
+    taught = None
     if config.sdcc:
         assert batch.teacher is not None and batch.pairs is not None  # the sdcc method builds them
-        frozen = jax.lax.stop_gradient(params)
-        hidden = hidden_states(frozen, batch.teacher, config)
-        teacher = losses.Teacher(hidden, model.unembedding(frozen, config.model), batch.pairs)
+        constant = jax.lax.stop_gradient(params if teacher is None else teacher)
+        hidden = hidden_states(constant, batch.teacher, config)
+        taught = losses.Teacher(hidden, model.unembedding(constant, config.model), batch.pairs)
     return losses.batch_loss(
         hidden_states(params, batch.rows, config),
         unembedding,
         batch.rows.edges,
         config.loss,
-        teacher=teacher,
+        teacher=taught,
         sdcc_lambda=sdcc_lambda,
         unit_log_ratio=unit_log_ratio,
     )
@@ -121,11 +129,19 @@ def gradient_sums(
     *,
     unit_log_ratio: jax.Array | None = None,
     sdcc_lambda: float | jax.Array = 0.0,
+    frozen: Params = None,
+    teacher: Params = None,
 ) -> Total:
-    """Numerator, metric sums and the numerator's gradient of one micro-batch on one device."""
+    """Numerator, metric sums and the numerator's gradient with respect to ``params`` of one micro-batch on one device.
+
+    frozen: the decoder's other parameters; teacher: as ``params``, see `loss_sums`.
+    """
+    others = {} if frozen is None else frozen
+    averaged = None if teacher is None else model.join_params(teacher, others)
 
     def loss(params: Params) -> tuple[jax.Array, Metrics]:
-        return loss_sums(params, batch, config, unit_log_ratio=unit_log_ratio, sdcc_lambda=sdcc_lambda)
+        whole = model.join_params(params, others)
+        return loss_sums(whole, batch, config, unit_log_ratio=unit_log_ratio, sdcc_lambda=sdcc_lambda, teacher=averaged)
 
     (numerator, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
     return Total(gradients, numerator, metrics)
@@ -146,22 +162,45 @@ def logprobs(params: Params, rows: Rows, config: StepConfig) -> jax.Array:
 
 
 def build(
-    config: StepConfig, optimizer: optax.GradientTransformation, mesh: Mesh, params: Params, example: Batch
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    params: Params,
+    example: Batch,
+    frozen: Params = None,
 ) -> Step:
-    """The step functions. ``params`` and ``example`` give shapes only (arrays or ``jax.ShapeDtypeStruct``)."""
+    """The step functions. ``params`` (what is trained) and ``example`` give shapes only (arrays or
+    ``jax.ShapeDtypeStruct``); ``frozen`` are the decoder's other parameters, placed as ``params`` will be."""
+    frozen = {} if frozen is None else frozen
     if mesh.size > 1 and isinstance(config.attention, str):
         config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
     # As an array: a Python 0 would be the static branch without the distillation term's metrics.
     no_weight = np.float32(0)
-    shapes = jax.eval_shape(lambda p, b, w: gradient_sums(p, b, config, sdcc_lambda=w), params, example, no_weight)
+    shapes = jax.eval_shape(
+        lambda f, p, b, w: gradient_sums(p, b, config, sdcc_lambda=w, frozen=f), frozen, params, example, no_weight
+    )
 
     def zero() -> Total:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def accumulate(
-        params: Params, total: Total, batch: Batch, unit_log_ratio: jax.Array | None, sdcc_lambda: jax.Array
+        frozen: Params,
+        params: Params,
+        total: Total,
+        batch: Batch,
+        unit_log_ratio: jax.Array | None,
+        sdcc_lambda: jax.Array,
+        teacher: Params,
     ) -> Total:
-        fresh = gradient_sums(params, batch, config, unit_log_ratio=unit_log_ratio, sdcc_lambda=sdcc_lambda)
+        fresh = gradient_sums(
+            params,
+            batch,
+            config,
+            unit_log_ratio=unit_log_ratio,
+            sdcc_lambda=sdcc_lambda,
+            frozen=frozen,
+            teacher=teacher,
+        )
         return Total(
             jax.tree.map(jnp.add, total.gradients, fresh.gradients),
             total.numerator + fresh.numerator,
@@ -172,24 +211,28 @@ def build(
         gradients = jax.tree.map(lambda leaf: (leaf / denominator).astype(leaf.dtype), total.gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        teacher = state.teacher
+        if teacher is not None:
+            assert config.ema_decay is not None
+            teacher = optax.incremental_update(params, teacher, 1 - config.ema_decay)
         scalars = {"loss": total.numerator / denominator, "gradient_norm": optax.tree.norm(gradients)}
-        return TrainState(params, opt_state, state.step + 1), scalars
+        return TrainState(params, opt_state, state.step + 1, teacher), scalars
 
     def skip(state: TrainState) -> TrainState:
         return state._replace(opt_state=schedule_on(state.opt_state), step=state.step + 1)
 
-    def score(params: Params, rows: Rows) -> jax.Array:
-        return logprobs(params, rows, config)
+    def score(frozen: Params, params: Params, rows: Rows) -> jax.Array:
+        return logprobs(model.join_params(params, frozen), rows, config)
 
-    def score_exact(params: Params, rows: Rows) -> jax.Array:
-        return logprobs(params, rows, config)
+    def score_exact(frozen: Params, params: Params, rows: Rows) -> jax.Array:
+        return logprobs(model.join_params(params, frozen), rows, config)
 
     everywhere = replicated(mesh)
     return Step(
         jax.jit(zero, out_shardings=everywhere),
-        jax.jit(accumulate, donate_argnums=1, out_shardings=everywhere),
+        partial(jax.jit(accumulate, donate_argnums=2, out_shardings=everywhere), frozen),
         jax.jit(apply, donate_argnums=0, out_shardings=everywhere),
         jax.jit(skip, donate_argnums=0, out_shardings=everywhere),
-        jax.jit(score, out_shardings=by_rows(mesh)),
-        jax.jit(score_exact, out_shardings=by_rows(mesh)),
+        partial(jax.jit(score, out_shardings=by_rows(mesh)), frozen),
+        partial(jax.jit(score_exact, out_shardings=by_rows(mesh)), frozen),
     )

@@ -22,9 +22,9 @@ ExactOld = Callable[[Sequence[Batch]], None]  # writes old_logprob of the edges,
 
 
 class Comparison(NamedTuple):
-    """What the loss compares the policy with. initial: the weights the run began with, or None where nothing needs
-    them. reference, own_rows: whether they give ``ref_logprob``, and ``old_logprob`` on the method's own rows.
-    exact: gives ``old_logprob`` under the exact prefixes."""
+    """What the loss compares the policy with. initial: the trained ones of the weights the run began with, or None
+    where nothing needs them. reference, own_rows: whether they give ``ref_logprob``, and ``old_logprob`` on the
+    method's own rows. exact: gives ``old_logprob`` under the exact prefixes."""
 
     initial: Params | None = None
     reference: bool = False
@@ -67,7 +67,7 @@ def update(
         by_unit = place(means, by_rows(mesh))
     total = step.zero()
     for batch, unit_log_ratio in zip(placed, by_unit):
-        total = step.accumulate(state.params, total, batch, unit_log_ratio, np.float32(sdcc_lambda))
+        total = step.accumulate(state.params, total, batch, unit_log_ratio, np.float32(sdcc_lambda), state.teacher)
     metrics = total.metrics
     state, scalars = step.apply(state, total, np.asarray(denominator, total.numerator.dtype))
     return state, Outcome(scalars, metrics)
