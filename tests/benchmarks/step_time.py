@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -54,11 +54,11 @@ def session(kind: str, view: int, rng: np.random.Generator) -> Rollout:
     return Rollout(kind, tuple(turns))
 
 
-def rows(rollout: Rollout, method: str) -> Batch:
+def rows(rollouts: Sequence[Rollout], method: str) -> Batch:
     """One method's rows, each as long as its longest piece needs, so that padding stays small."""
-    tree, paired = build(rollout), method == "sdcc"
+    trees, paired = [build(rollout) for rollout in rollouts], method == "sdcc"
     roomy = RowShape(1 << 20, 1 << 20, (1 << 20) * paired, (1 << 20) * paired)
-    made = fragments([tree], method, roomy)
+    made = fragments(trees, method, roomy)
     needs = np.array([fragment.needs for fragment in made])
     length, edges, teacher, pairs = (-(-int(need) // BLOCK) * BLOCK for need in needs.max(axis=0))
     shape = RowShape(length, edges, teacher, pairs)
@@ -70,7 +70,7 @@ def plain(length: int, rng: np.random.Generator) -> Batch:
     """A causal row in which one token in three is sampled."""
     half = rng.integers(0, VOCABULARY, length).astype(np.int32)
     turn = Turn(half[: length - length // 3], half[length - length // 3 :])
-    return rows(Rollout("plain", (turn,)), "naive_compressed")
+    return rows([Rollout("plain", (turn,))], "naive_compressed")
 
 
 def size(batch: Batch) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def main() -> None:
     batches = {("plain", f"{n}"): plain(n, rng) for n in (options.view * k // 4 for k in (2, 3, 4, 6, 8))}
     for kind in ("pop", "fold", "offload"):
         rollout = session(kind, options.view, rng)
-        batches |= {(kind, method): rows(rollout, method) for method in METHODS}
+        batches |= {(kind, method): rows([rollout], method) for method in METHODS}
 
     run: dict[tuple[str, str], Callable[[], object]] = {}
     for name, batch in batches.items():
