@@ -116,7 +116,7 @@ def _sglang_chat(payload: dict[str, Any], headers: Mapping[str, str]) -> Additio
     body: dict[str, Any] = {}
     choice: dict[str, Plan | str | None] = {}
     plan: dict[str, Plan | str | None] = {}
-    if not _wants_logprobs(payload):
+    if not _wants_logprobs(payload) and not payload.get("return_meta_info"):  # meta_info would hold them too
         body["logprobs"] = True
         choice["logprobs"] = "null"
     asked_headers = {}
@@ -132,6 +132,8 @@ def _sglang_chat(payload: dict[str, Any], headers: Mapping[str, str]) -> Additio
         }
         if payload.get("return_routed_experts"):  # these move into meta_info when that is returned
             given.pop("return_meta_info")
+        if payload.get("return_token_ids"):  # asks for the prompt too, from the versions that know it
+            given.pop("return_prompt_token_ids")
         body.update({name: True for name in given if not payload.get(name)})
         own_fields = {each for name, fields in given.items() if payload.get(name) for each in fields}
         choice.update({each: None for fields in given.values() for each in fields if each not in own_fields})

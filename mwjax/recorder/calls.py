@@ -28,8 +28,8 @@
 ``redacted``        paths of redacted fields; ``ids_withheld`` is true where ids and log-probs went with the text
 
 Kinds of error: ``upstream_refused``, ``upstream_disconnected`` (no answer), ``upstream_timeout``, ``upstream_cut_off``
-(the answer broke off), ``client_disconnected``, ``shutdown``, ``http_status``, ``reported`` (by the answer or an event),
-``malformed_response``, ``malformed_events``, ``incomplete_stream`` (no event that ends it).
+(the answer broke off), ``client_disconnected``, ``shutdown``, ``http_status``, ``reported`` (by the answer or by an
+event), ``malformed_response``, ``malformed_events``, ``incomplete_stream`` (no event that ends it).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _response(
         raw = _clean(decoded(raw, exchange.response_headers.get("content-encoding", "")), exchange.secrets)
     except ValueError as error:
         return _opaque("response", raw, bool(patterns)), [("malformed_response", str(error))]
-    payloads, malformed, ended, errors = _read_events(exchange.endpoint, raw)
+    payloads, malformed, ended, errors = _read_events(exchange.endpoint, raw, exchange.response.truncated)
     whole = assembled(exchange.endpoint, [payload for _, _, payload in payloads])
     members = {} if whole is None else _members(exchange, whole, patterns, hits)
     members["events"] = base64.b64encode(zstandard.compress(raw)).decode("ascii")
@@ -225,12 +225,14 @@ def _engine_info(whole: Any) -> list[Any] | None:
     return kept if any(info is not None for info in kept) else None
 
 
-def _read_events(endpoint: Endpoint, raw: bytes) -> tuple[list[tuple[str, str, Any]], int, bool, list[tuple[str, str]]]:
+def _read_events(
+    endpoint: Endpoint, raw: bytes, truncated: bool
+) -> tuple[list[tuple[str, str, Any]], int, bool, list[tuple[str, str]]]:
     """Name, data and parsed data (None where it is not JSON) of every event; the number that are not JSON; whether one
     ends the stream; and the errors that events report."""
     splitter = server_events.Splitter()
     pieces = splitter.feed(raw)
-    if rest := splitter.rest().strip():
+    if (rest := splitter.rest().strip()) and not truncated:
         pieces.append(rest)
     payloads: list[tuple[str, str, Any]] = []
     malformed, ended = 0, False

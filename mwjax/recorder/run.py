@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,8 @@ from mwjax.recorder.log import CallLog
 from mwjax.recorder.redaction import pattern
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from mwjax.recorder.proxy import Proxy, Settings
 
 REFRESH_SECONDS = 0.5
@@ -77,12 +79,13 @@ def run(
     return Recorded(log.path, log.written, proxy.counts.failed, log.lost, len(proxy.sessions))
 
 
-async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable[[str], None]) -> None:
+@contextlib.asynccontextmanager
+async def listening(proxy: Proxy, host: str, port: int) -> AsyncIterator[tuple[int, web.TCPSite]]:
+    """Serves while the block runs; gives the port, and the site to stop for new connections. Raises OSError."""
     from aiohttp import web
 
     from mwjax.recorder.proxy import HEADER_BYTES
 
-    stop, now = asyncio.Event(), asyncio.Event()
     server = web.Server(
         proxy.handle,
         handler_cancellation=True,
@@ -101,26 +104,31 @@ async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable
             except OSError as error:
                 reason = f"cannot listen there ({_reason(error)}); --port 0 takes a free port"
                 raise OSError(error.errno, reason, f"{host}:{port}") from None
-            with _signals(lambda: (now if stop.is_set() else stop).set()):
-                bound = runner.addresses[0][1]
-                for text in _greeting(proxy, host, bound):
-                    say(text)
-                sys.stdout.flush()
-                if not _is_loopback(host):
-                    print(f"mwjax: whoever can reach {host}:{bound} can use the engine", file=sys.stderr)
-                counter = asyncio.create_task(_count(proxy))
-                await stop.wait()
-                await site.stop()
-                proxy.stopping = True
-                if proxy.counts.open:
-                    print(f"mwjax: finishing {proxy.counts.open} open call(s); again to stop at once", file=sys.stderr)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(grace):
-                        while proxy.counts.open and not now.is_set():
-                            await asyncio.sleep(0.02)
-                counter.cancel()
+            yield runner.addresses[0][1], site
         finally:
             await runner.cleanup()
+
+
+async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable[[str], None]) -> None:
+    stop, now = asyncio.Event(), asyncio.Event()
+    async with listening(proxy, host, port) as (bound, site):
+        with _signals(lambda: (now if stop.is_set() else stop).set()):
+            for text in _greeting(proxy, host, bound):
+                say(text)
+            sys.stdout.flush()
+            if not _is_loopback(host):
+                print(f"mwjax: whoever can reach {host}:{bound} can use the engine", file=sys.stderr)
+            counter = asyncio.create_task(_count(proxy))
+            await stop.wait()
+            counter.cancel()
+            await site.stop()
+            proxy.stopping = True
+            if proxy.counts.open:
+                print(f"mwjax: finishing {proxy.counts.open} open call(s); again to stop at once", file=sys.stderr)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    while proxy.counts.open and not now.is_set():
+                        await asyncio.sleep(0.02)
 
 
 def _greeting(proxy: Proxy, host: str, port: int) -> list[str]:
