@@ -5,36 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from mwjax import cli, losses, model
 from mwjax.train import checkpoint, load, loop, metrics_log, setup
 from mwjax.train.config import RunConfig
-from tests.training_runs import VOCABULARY, configure, recorded, write
+from tests.training_runs import VOCABULARY, compile_once, configure, recorded, write  # noqa: F401
 
 POLICY_GRADIENT = ("loss.task=memorywalker", "data.method=naive_compressed")
 CLOCK = ("seconds", "tokens_per_second")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs of one configuration share their compiled steps."""
-    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0)):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture

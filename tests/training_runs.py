@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from mwjax import data, rollouts
 from mwjax.train import load
@@ -15,6 +18,20 @@ from mwjax.tree import Batch, RowShape
 from tests.random_rollouts import simulate
 
 VOCABULARY = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs of one configuration share their compiled steps."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0)):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def recorded(count: int = 10, *, turns: int = 6) -> list[rollouts.Rollout]:
