@@ -223,8 +223,10 @@ def test_never_holds_rows_times_rows():
 def test_errors_name_what_is_available_and_what_does_not_fit():
     query, key, value, _ = random_inputs(0, 1, 4, 4, 2, 1, 4)
     end = jnp.full((1, 4), 4)
-    with pytest.raises(ValueError, match="unknown attention backend 'splash'; available: blockwise, oracle"):
-        attend(query, key, value, end, backend="splash")
+    with pytest.raises(
+        ValueError, match="unknown attention backend 'dense'; available: blockwise, oracle, pallas, splash"
+    ):
+        attend(query, key, value, end, backend="dense")
     with pytest.raises(ValueError, match="visible_until must be"):
         attend(query, key, value, end[:, :3], backend="oracle")
     with pytest.raises(ValueError, match="query_index is needed"):

@@ -130,8 +130,10 @@ class ModelSection(Section):
         default=False,
         description="Whether exactly these weights sampled the rollouts: only then is logdiff reported.",
     )
-    attention: Literal["blockwise", "oracle"] = Field(
-        default="blockwise", description="Attention; oracle is dense (T x T), for tests on short rows only."
+    attention: Literal["blockwise", "oracle", "pallas", "splash"] = Field(
+        default="blockwise",
+        description="Attention: blockwise runs on any device; pallas (our kernel) and splash (jax's, whose mask takes "
+        "memory) on TPUs only; oracle is dense (T x T), for tests on short rows only.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",

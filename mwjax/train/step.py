@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from mwjax import losses, model
 from mwjax.losses import Metrics
+from mwjax.model.attention import check_platform
 from mwjax.model.attention.sharded import on_mesh
 from mwjax.train.mesh import by_rows, replicated
 from mwjax.train.optimizer import schedule_on
@@ -172,8 +173,10 @@ def build(
     """The step functions. ``params`` (what is trained) and ``example`` give shapes only (arrays or
     ``jax.ShapeDtypeStruct``); ``frozen`` are the decoder's other parameters, placed as ``params`` will be."""
     frozen = {} if frozen is None else frozen
-    if mesh.size > 1 and isinstance(config.attention, str):
-        config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
+    if isinstance(config.attention, str):
+        check_platform(config.attention, mesh.devices.flat[0].platform)
+        if mesh.size > 1:
+            config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
     # As an array: a Python 0 would be the static branch without the distillation term's metrics.
     no_weight = np.float32(0)
     shapes = jax.eval_shape(

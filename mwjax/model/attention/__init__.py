@@ -7,9 +7,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from mwjax.model.attention import blockwise, oracle
+from mwjax.model.attention import blockwise, oracle, pallas, splash
 
-BACKENDS: dict[str, Callable[..., jax.Array]] = {"blockwise": blockwise.attend, "oracle": oracle.attend}
+BACKENDS: dict[str, Callable[..., jax.Array]] = {
+    "blockwise": blockwise.attend,
+    "oracle": oracle.attend,
+    "pallas": pallas.attend,
+    "splash": splash.attend,
+}
+TPU_ONLY = ("pallas", "splash")
 
 
 def attend(
@@ -20,6 +26,7 @@ def attend(
     *,
     query_index: jax.Array | None = None,
     backend: str,
+    interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention, scaled by ``head_dim ** -0.5``, under the tree mask.
 
@@ -29,17 +36,22 @@ def attend(
       visible_until: int32 [B, S], end of each key's subtree.
       query_index: int32 [B, T], the index of every query row on the key axis; ``arange(T)`` when None (then T == S). A
         negative index sees nothing.
-      backend: "blockwise" (any device; memory linear in T) or "oracle" (dense: T x S scores, for tests).
+      backend: "blockwise" (any device; memory linear in T), "pallas" (TPU; our kernel, no memory for the mask),
+        "splash" (TPU; jax's own kernel, with the partly visible blocks of the mask in memory) or "oracle" (dense: T x S
+        scores, for tests).
+      interpret: run a TPU backend in Pallas's interpreter, which works on any device and is slow: for tests.
 
     Returns:
-      [B, T, Hq, D] in the query's dtype; softmax and sums are float32 (float64 for float64 inputs). A row that sees no
-      key is exactly 0.
+      [B, T, Hq, D] in the query's dtype; softmax and sums are float32 (float64 for float64 inputs, which the TPU
+      backends do not take). A row that sees no key is exactly 0.
 
     Raises:
-      ValueError: unknown backend, or shapes that do not fit.
+      ValueError: unknown backend, or shapes that do not fit. When compiled: a TPU backend on another device.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; available: {', '.join(sorted(BACKENDS))}")
+    if interpret and backend not in TPU_ONLY:
+        raise ValueError(f"interpret is for the TPU backends {' and '.join(TPU_ONLY)}, not for {backend!r}")
     batch, rows, heads, head_dim = query.shape
     if key.shape != value.shape or key.shape[0] != batch or key.shape[3] != head_dim or heads % key.shape[2]:
         raise ValueError(f"attention shapes do not fit: query {query.shape}, key {key.shape}, value {value.shape}")
@@ -51,4 +63,14 @@ def attend(
         query_index = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, rows))
     if query_index.shape != (batch, rows):
         raise ValueError(f"query_index must be {(batch, rows)} like the queries, got {query_index.shape}")
-    return BACKENDS[backend](query, key, value, visible_until, query_index).astype(query.dtype)
+    options = {"interpret": True} if interpret else {}
+    return BACKENDS[backend](query, key, value, visible_until, query_index, **options).astype(query.dtype)
+
+
+def check_platform(backend: str, platform: str) -> None:
+    """Raises ValueError where ``backend`` does not run on ``platform`` (``jax.Device.platform``)."""
+    if backend in TPU_ONLY and platform != "tpu":
+        raise ValueError(
+            f"the attention backend {backend!r} runs on TPUs only and these devices are {platform}: choose "
+            "model.attention=blockwise, which runs anywhere"
+        )
