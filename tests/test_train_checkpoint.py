@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -85,6 +88,163 @@ def test_a_checkpoint_that_cannot_be_written_is_a_message(tmp_path: Path, monkey
     assert checkpoint.load(tmp_path)["step"] == 0
 
 
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A run with the steps 1, 2 and 3; `step_of` tells them apart."""
+    current = make_state()
+    with checkpoint.Checkpoints(tmp_path, FINGERPRINT, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, current._replace(step=jnp.asarray(step, jnp.int32)))
+    return tmp_path
+
+
+def largest_file(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped byte of the arrays": (
+        lambda step: flip(largest_file(step), 50_000),
+        r"(params|opt_state)\.\S+( and \d+ more)?: the content is not what was saved",
+    ),
+    "a torn file of arrays": (lambda step: half(largest_file(step)), "Encountered error while reading array"),
+    "a missing file of arrays": (lambda step: largest_file(step).unlink(), "Encountered error while reading array"),
+    "a flipped byte of the manifest": (lambda step: flip(step / "state/manifest.ocdbt", 70), "DATA_LOSS"),
+    "no state": (lambda step: shutil.rmtree(step / "state"), "state"),
+    "torn JSON": (lambda step: half(step / "position/metadata"), "Expecting|Unterminated"),
+    "a digit changed in JSON": (
+        lambda step: (step / "position/metadata").write_text(
+            (step / "position/metadata").read_text().replace('"data.seed": 1', '"data.seed": 7')
+        ),
+        "the data position is not what was saved",
+    ),
+    "no position": (lambda step: (step / "position/metadata").unlink(), "position"),
+    "an empty folder": (lambda step: [shutil.rmtree(step), step.mkdir()], "position"),
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGES))
+def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_is_used(saved: Path, kind: str) -> None:
+    damage, reason = DAMAGES[kind]
+    damage(saved / "checkpoints" / "3")
+    with pytest.raises(checkpoint.CheckpointUnreadable, match="checkpoints/3: this checkpoint is damaged"):
+        checkpoint.load_params(saved)
+    with checkpoint.Checkpoints(saved, FINGERPRINT, keep=3) as checkpoints:
+        restored = checkpoints.restore_newest(TEMPLATE)
+        assert restored is not None
+        assert (restored.step, int(restored.state.step)) == (2, 2)
+        assert_equal(restored.state.params, PARAMS)
+        (message,) = restored.damaged
+        assert re.search(rf"checkpoints/3: this checkpoint is damaged and cannot be read: .*({reason})", message)
+        assert message.endswith("; set aside as 3.damaged")
+        assert checkpoints.latest() == 2
+        checkpoints.save(3, restored.state._replace(step=jnp.asarray(3, jnp.int32)))
+    assert checkpoint.load(saved)["step"] == 3
+    assert checkpoint.locate(saved)[1] == 3
+    with checkpoint.Checkpoints(saved, FINGERPRINT, keep=3) as checkpoints:
+        again = checkpoints.restore_newest(TEMPLATE)
+        assert again is not None and (again.step, again.damaged) == (3, [])
+    assert (saved / "checkpoints" / "3.damaged").is_dir()
+
+
+def test_every_flipped_byte_is_noticed_or_harmless(saved: Path) -> None:
+    step, rng = saved / "checkpoints" / "3", np.random.default_rng(0)
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    noticed = 0
+    with checkpoint.Checkpoints(saved, FINGERPRINT, keep=3) as checkpoints:
+        for path in files:
+            whole = path.read_bytes()
+            for at in rng.integers(0, len(whole), 3):
+                flip(path, int(at))
+                try:
+                    state_read = checkpoints.restore(TEMPLATE, 3)
+                except checkpoint.CheckpointUnreadable:
+                    noticed += 1
+                else:
+                    assert_equal(state_read, make_state()._replace(step=np.int32(3)))
+                path.write_bytes(whole)
+    assert noticed >= 9
+
+
+def test_where_all_checkpoints_are_damaged_nothing_is_renamed_and_the_run_is_refused(saved: Path) -> None:
+    for step in (1, 2, 3):
+        half(largest_file(saved / "checkpoints" / str(step)))
+    for _ in range(2):
+        with (
+            checkpoint.Checkpoints(saved, FINGERPRINT, keep=3) as checkpoints,
+            pytest.raises(checkpoint.CheckpointUnreadable) as caught,
+        ):
+            checkpoints.restore_newest(TEMPLATE)
+        message = str(caught.value)
+        assert all(f"checkpoints/{step}: this checkpoint is damaged" in message for step in (1, 2, 3))
+        assert "or choose another run_dir, to start afresh" in message
+    assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["1", "2", "3"]
+
+
+def test_a_mismatch_is_no_damage(saved: Path) -> None:
+    half(largest_file(saved / "checkpoints" / "3"))
+    other = {**FINGERPRINT, "data.seed": 2}
+    with (
+        checkpoint.Checkpoints(saved, other, keep=3) as checkpoints,
+        pytest.raises(checkpoint.CheckpointMismatch, match=r"data\.seed"),
+    ):
+        checkpoints.restore_newest(TEMPLATE)
+    assert (saved / "checkpoints" / "3").is_dir()
+
+
+def test_memory_that_does_not_suffice_is_no_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with checkpoint.Checkpoints(saved, FINGERPRINT, keep=3) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", full)
+        with pytest.raises(MemoryError):
+            checkpoints.restore_newest(TEMPLATE)
+    assert (saved / "checkpoints" / "3").is_dir()
+
+
+def test_what_a_killed_save_leaves_is_removed_and_no_checkpoint(saved: Path) -> None:
+    folder = saved / "checkpoints"
+    shutil.copytree(folder / "3", folder / "4.orbax-checkpoint-tmp")
+    (folder / "4.orbax-checkpoint-tmp" / "commit_success.txt").unlink(missing_ok=True)
+    assert checkpoint.locate(saved)[1] == 3
+    with checkpoint.Checkpoints(saved, FINGERPRINT, keep=3) as checkpoints:
+        restored = checkpoints.restore_newest(TEMPLATE)
+        assert restored is not None and (restored.step, restored.damaged) == (3, [])
+        checkpoints.save(4, restored.state)
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3", "4"]
+
+
+def test_the_best_checkpoints_are_kept_besides_the_newest(tmp_path: Path) -> None:
+    losses = {1: 0.9, 2: 0.2, 3: 0.5, 5: 0.4, 6: 0.2, 7: 0.8, 8: 0.1, 9: 0.7}  # 4 was not evaluated
+
+    def kept_after(steps: Sequence[int]) -> list[int]:
+        with checkpoint.Checkpoints(tmp_path, FINGERPRINT, keep=1, best=2) as checkpoints:
+            for step in steps:
+                scores = {number: loss for number, loss in losses.items() if number <= step}
+                checkpoints.save(step, make_state(), scores)
+        return sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+
+    assert kept_after([1, 2, 3, 4]) == [2, 3, 4]
+    assert kept_after([5]) == [2, 5]  # after a restart
+    assert kept_after([6]) == [2, 6]
+    assert kept_after([7]) == [2, 6, 7]
+    assert kept_after([8, 9]) == [6, 8, 9]  # of equal ones the newer
+    assert checkpoint.best(tmp_path, losses) == 8
+    with pytest.raises(FileNotFoundError, match="no checkpoint there has a score"):
+        checkpoint.best(tmp_path, {1: 0.5})
+
+
 def test_a_missing_checkpoint_says_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="it holds none"):
         checkpoint.load_params(tmp_path)
@@ -105,6 +265,18 @@ def test_the_digest_tells_weights_apart() -> None:
         {"a": weights["a"].at[0, 0].set(1e-7), "b": weights["b"]},
     ]
     assert digest not in [state.weights_digest(other) for other in others]
+
+
+def test_checksums_see_every_type_and_every_element() -> None:
+    tree = {"half": jnp.ones((2, 3), jnp.bfloat16), "count": jnp.asarray(4), "whole": jnp.arange(6.0).reshape(1, 2, 3)}
+    made = state.checksums(tree)
+    assert list(made) == ["count", "half", "whole"]
+    bits = np.arange(6, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    assert int(made["whole"], 16) == (bits * (2 * np.arange(6, dtype=np.uint64) + 1)).sum() % 2**32
+    for name, leaf in tree.items():
+        for place in np.ndindex(leaf.shape):
+            changed = state.checksums({**tree, name: leaf.at[place].set(9)})
+            assert {key for key in made if made[key] != changed[key]} == {name}
 
 
 def test_metrics_beyond_the_checkpoint_are_dropped(tmp_path: Path) -> None:

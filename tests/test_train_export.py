@@ -169,7 +169,8 @@ def test_what_cannot_be_exported_says_why(made: Path, tmp_path: Path, capsys: py
     shutil.copytree(made / "run", run_dir)
     position = run_dir / "checkpoints" / "2" / "position" / "metadata"
     kept = position.read_text()
-    position.write_text(json.dumps({"step": 2, "fingerprint": {"data.seed": 0}}))
+    nothing = {"step": 2, "fingerprint": {"data.seed": 0}, "checksums": {}}
+    position.write_text(json.dumps({**nothing, "checksum": checkpoint._checksum(nothing)}))
     assert status(str(run_dir), *out) == 2
     assert "does not say what the model looks like" in capsys.readouterr().err
     position.write_text(kept[: len(kept) // 2])

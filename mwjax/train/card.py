@@ -12,6 +12,7 @@ from etils import epath
 
 import mwjax
 from mwjax.data import Index
+from mwjax.train import whole_file
 from mwjax.train.config import RunConfig
 
 FILE = "card.md"
@@ -43,13 +44,14 @@ def write(
         ("lambda", _lambda(config)),
         ("old log-probs", "not used" if config.loss.task == "sft" else config.loss.old_logprobs),
         ("model", f"{description}, weights {digest}"),
+        ("activations", f"{config.model.dtype}; trained parameters, norms, softmax and losses float32"),
         ("logdiff", logdiff(config, rows)),
         ("held out", held_out(evaluations)),
         ("steps", f"{rows[-1]['step'] if rows else 0} of {total}"),
         ("versions", versions()),
     ]
     text = f"# {epath.Path(config.run_dir).name}\n\n" + "".join(f"- **{name}**: {value}\n" for name, value in lines)
-    (epath.Path(config.run_dir) / FILE).write_text(text)
+    whole_file.write(epath.Path(config.run_dir) / FILE, text)
 
 
 def harness(index: Index) -> str:

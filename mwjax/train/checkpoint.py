@@ -1,22 +1,33 @@
-"""Checkpoints: the only module that knows Orbax. One step directory holds the state and the data position together."""
+"""Checkpoints: the only module that knows Orbax. One step directory holds the state and the data position together.
+
+Orbax writes a step under a temporary name and renames it when all of it is there, so that a killed run leaves whole
+steps only. It does not notice a byte that changes on the disk later: the position holds a checksum of every array, and
+one of itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers
 
-from mwjax.train.state import TrainState
+from mwjax.train.state import TrainState, checksums
 
 FOLDER = "checkpoints"
+DAMAGED = ".damaged"  # the end of the name of a step that was set aside
 Fingerprint = Mapping[str, Any]
+Scores = Mapping[int, float]  # step -> what the best checkpoints are lowest in
 
 
 class CheckpointMismatch(ValueError):
@@ -28,21 +39,36 @@ class CheckpointNotSaved(ValueError):
 
 
 class CheckpointUnreadable(ValueError):
-    """A checkpoint's files are torn or corrupted."""
+    """A checkpoint's files are torn or corrupted. reason: which and why, without advice."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+class Restored(NamedTuple):
+    """The state of the newest whole checkpoint; damaged: a message for every newer one, which were set aside."""
+
+    state: TrainState
+    step: int
+    damaged: Sequence[str]
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     ``fingerprint`` says, key by key, what determines the numbers of the run (model, data, loss, optimiser) in JSON
-    values. It is saved with every checkpoint and must agree when one is restored. Saving is asynchronous: ``save``
-    returns when the arrays are copied, leaving the context waits for the files.
+    values. It is saved with every checkpoint and must agree when one is restored. The ``keep`` newest checkpoints are
+    kept, and the ``best`` ones of lowest score. Saving is asynchronous: ``save`` returns when the arrays are copied,
+    leaving the context waits for the files.
     """
 
-    def __init__(self, run_dir: epath.PathLike, fingerprint: Fingerprint, keep: int) -> None:
+    def __init__(self, run_dir: epath.PathLike, fingerprint: Fingerprint, keep: int, best: int = 0) -> None:
         self.folder = epath.Path(run_dir).resolve() / FOLDER
         self.fingerprint = dict(fingerprint)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._lowest = _Lowest(best)
+        policy = checkpoint_managers.AnyPreservationPolicy([checkpoint_managers.LatestN(keep), self._lowest])
+        options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
         self._manager = _manager(self.folder, options)
 
     def __enter__(self) -> Checkpoints:
@@ -67,13 +93,16 @@ class Checkpoints:
         """The newest step that was saved completely, None if there is none."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves ``state`` as of ``step`` updates, unless that step is there already. Errors of an earlier save (a full
-        disk) are raised by the next call or on leaving the context."""
+    def save(self, step: int, state: TrainState, scores: Scores = MappingProxyType({})) -> None:
+        """Saves ``state`` as of ``step`` updates, unless that step is there already. ``scores``: of this step and the
+        earlier ones; a checkpoint without one is not among the best. Errors of an earlier save (a full disk) are raised
+        by the next call or on leaving the context."""
         if step == self.latest():
             return
-        position = {"step": step, "fingerprint": self.fingerprint}
-        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
+        self._lowest.scores = scores
+        position = {"step": step, "fingerprint": self.fingerprint, "checksums": checksums(state)}
+        sealed = {**position, "checksum": _checksum(position)}
+        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(sealed))
         with self._explained():
             self._manager.save(step, args=arguments, force=True)
 
@@ -92,12 +121,73 @@ class Checkpoints:
     def restore(self, template: TrainState, step: int) -> TrainState:
         """The state saved at ``step``, in the shapes, dtypes and shardings of ``template`` (see ``state.abstract``).
 
-        Raises ``CheckpointMismatch`` when the checkpoint's fingerprint is not this run's, before any array is read.
+        Raises ``CheckpointMismatch`` when the checkpoint's fingerprint is not this run's, before any array is read, and
+        ``CheckpointUnreadable`` when it is damaged.
         """
-        saved = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))["position"]
-        compare(saved["fingerprint"], self.fingerprint, f"{self.folder / str(step)}")
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-        return self._manager.restore(step, args=arguments)["state"]
+        folder = self.folder / str(step)
+        position = _position(folder)
+        compare(position["fingerprint"], self.fingerprint, f"{folder}")
+        with _readable(folder):
+            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(template))
+            state = self._manager.restore(step, args=arguments)["state"]
+            _verify(checksums(state), position["checksums"])
+        return state
+
+    def restore_newest(self, template: TrainState) -> Restored | None:
+        """The newest checkpoint that is whole, None where the run has none at all.
+
+        Damaged ones found on the way are renamed, so that their steps can be saved again and nothing is lost. Raises
+        ``CheckpointUnreadable`` where all are damaged (none is renamed then), and ``CheckpointMismatch``.
+        """
+        broken: list[tuple[int, CheckpointUnreadable]] = []
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                state = self.restore(template, step)
+            except CheckpointUnreadable as error:
+                broken.append((step, error))
+                continue
+            damaged = [f"{error.reason}; set aside as {self._set_aside(number).name}" for number, error in broken]
+            self._manager.reload()
+            return Restored(state, step, damaged)
+        if broken:
+            raise CheckpointUnreadable(
+                "\n".join(error.reason for _, error in broken) + "\n"
+                "No whole checkpoint is left to continue from. Put the files back from a copy; or remove "
+                f"{self.folder}, or choose another run_dir, to start afresh."
+            )
+        return None
+
+    def _set_aside(self, step: int) -> epath.Path:
+        folder = self.folder / str(step)
+        names = (f"{step}{DAMAGED}{number or ''}" for number in range(1_000_000))
+        target = next(target for name in names if not (target := self.folder / name).exists())
+        if jax.process_index() == 0:
+            folder.rename(target)
+        multihost_utils.sync_global_devices(f"set aside {step}")
+        return target
+
+
+class _Lowest(checkpoint_managers.PreservationPolicy):
+    """Preserves the ``count`` checkpoints of lowest score, the newest of equal ones. (Orbax's own BestN wants the score
+    in the step's directory: an evaluation after the save would come too late.)"""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.scores: Scores = {}
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        kept = ranked([entry.step for entry in checkpoints], self.scores)[: self.count]
+        return [entry.step in kept for entry in checkpoints]
+
+
+def ranked(steps: Sequence[int], scores: Scores) -> list[int]:
+    """Those of ``steps`` that have a score, from the lowest to the highest; of equal ones the newest first."""
+    return sorted((step for step in steps if step in scores), key=lambda step: (scores[step], -step))
 
 
 def compare(saved: Fingerprint, current: Fingerprint, where: str) -> None:
@@ -134,34 +224,77 @@ def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
     Raises ``FileNotFoundError`` when there is no such checkpoint and ``CheckpointUnreadable`` when it is damaged.
     """
     folder = epath.Path(run_dir).resolve() / FOLDER / str(_chosen(run_dir, step))
+    saved = _position(folder)["checksums"]
     with _readable(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         tree = reader.metadata(folder / "state").item_metadata.tree
         wanted = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree["params"])}
         host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
         arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=host, partial_restore=True)
-        return reader.restore(folder / "state", args=arguments)["params"]
+        read = {"params": reader.restore(folder / "state", args=arguments)["params"]}
+        with jax.default_device(_host()):
+            _verify(checksums(read), {name: value for name, value in saved.items() if name.startswith("params.")})
+        return read["params"]
 
 
 def load_fingerprint(run_dir: epath.PathLike, step: int | None = None) -> Fingerprint:
     """What determined the numbers of a run's checkpoint (default: the newest). Raises as `load_params`."""
-    folder = epath.Path(run_dir).resolve() / FOLDER / str(_chosen(run_dir, step))
+    return _position(epath.Path(run_dir).resolve() / FOLDER / str(_chosen(run_dir, step)))["fingerprint"]
+
+
+def best(run_dir: epath.PathLike, scores: Scores) -> int:
+    """The step of a run's checkpoint with the lowest score. Raises ``FileNotFoundError`` where none has one."""
+    folder = epath.Path(run_dir).resolve() / FOLDER
+    found = ranked(_steps(folder), scores)
+    if not found:
+        raise FileNotFoundError(f"{folder}: no checkpoint there has a score: none was evaluated at its step")
+    return found[0]
+
+
+def _position(folder: epath.Path) -> dict[str, Any]:
+    """What was saved beside the state. Raises ``CheckpointUnreadable``."""
     with _readable(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return reader.restore(folder / "position", args=ocp.args.JsonRestore())["fingerprint"]
+        sealed = reader.restore(folder / "position", args=ocp.args.JsonRestore())
+        position = {key: value for key, value in sealed.items() if key != "checksum"}
+        if "checksum" not in sealed:
+            raise ValueError("it has no checksum: an older mwjax made it, or it is torn")
+        if sealed["checksum"] != _checksum(position):
+            raise ValueError("the data position is not what was saved")
+        return position
+
+
+def _host() -> jax.Device | None:
+    """A place in host memory; None, the usual device, where JAX was told to use accelerators only."""
+    with contextlib.suppress(RuntimeError):
+        return jax.devices("cpu")[0]
+    return None
+
+
+def _checksum(position: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(position, sort_keys=True).encode()):08x}"
+
+
+def _verify(read: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    different = sorted(name for name in {*read, *saved} if read.get(name) != saved.get(name))
+    if different:
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        raise ValueError(f"{different[0]}{more}: the content is not what was saved")
 
 
 @contextlib.contextmanager
 def _readable(folder: epath.Path) -> Iterator[None]:
-    """Turns whatever reading a damaged checkpoint raises into CheckpointUnreadable, without Orbax's own log."""
+    """Turns whatever reading a damaged checkpoint raises into CheckpointUnreadable, without Orbax's own log. What is
+    no damage (memory that does not suffice, a refused permission) stays what it is."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         yield
+    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+        raise
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointUnreadable(
-            f"{folder}: this checkpoint is damaged and cannot be read: {reason[0]}\nUse another step of that run."
-        ) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = f"{folder}: this checkpoint is damaged and cannot be read: {lines[0]}"
+        raise CheckpointUnreadable(f"{reason}\nUse another step of that run.", reason) from error
     finally:
         logger.setLevel(level)
 
@@ -185,11 +318,15 @@ def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:
 def _chosen(run_dir: epath.PathLike, step: int | None) -> int:
     """``step``, or the newest where it is None; FileNotFoundError where there is none."""
     folder = epath.Path(run_dir).resolve() / FOLDER
-    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.exists() else []
+    steps = _steps(folder)
     if not steps or (step is not None and step not in steps):
         held = f"it holds the steps {', '.join(map(str, steps))}" if steps else "it holds none"
         raise FileNotFoundError(f"{folder}: no checkpoint{'' if step is None else f' of step {step}'}; {held}")
     return steps[-1] if step is None else step
+
+
+def _steps(folder: epath.Path) -> list[int]:
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.exists() else []
 
 
 def _manager(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:

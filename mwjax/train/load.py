@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -15,6 +16,7 @@ from etils import epath
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mwjax.train import whole_file
 from mwjax.train.config import RunConfig
 
 
@@ -42,6 +44,46 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
 def dump(config: RunConfig) -> str:
     """The resolved configuration as YAML; ``load`` reads it back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def write(config: RunConfig, path: epath.PathLike) -> None:
+    """Puts the resolved configuration into the file ``path``, all of it at once."""
+    whole_file.write(path, dump(config))
+
+
+def changes(path: epath.PathLike, config: RunConfig, keys: Sequence[str]) -> list[str]:
+    """What ``config`` has otherwise than the file ``path``, an earlier start's `write`: ``"key: old -> new"``.
+
+    keys: options and sections to look at. A file that is gone or cannot be read, and options it lacks, tell nothing.
+    """
+    try:
+        before = yaml.safe_load(epath.Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return []
+    old, new = dict(flat(before if isinstance(before, Mapping) else {})), dict(flat(config.model_dump(mode="json")))
+    return [
+        f"{key}: {_shown(old[key])} -> {_shown(value)}"
+        for key, value in new.items()
+        if any(within(key, section) for section in keys) and key in old and old[key] != value
+    ]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every option of nested sections as (dotted key, value)."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def within(key: str, section: str) -> bool:
+    """Whether the option ``key`` is ``section`` or lies in it."""
+    return key == section or key.startswith(section + ".")
 
 
 def options(model: type[pydantic.BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:

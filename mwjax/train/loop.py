@@ -54,8 +54,10 @@ class TrainResult:
     def summary(self) -> str:
         """For people, on stdout."""
         lines = [f"{self.run_dir}: step {self.step} of {self.total}"]
-        if self.stopped:
+        if self.stopped and self.step:
             lines[0] += ", saved; the same command continues"
+        elif self.stopped:
+            lines[0] += ", nothing to save yet; the same command begins again"
         if self.last is not None and self.last.get("loss") is not None:
             lines.append(f"loss {self.last['loss']:.6g}, {self.last['recompiles']} recompiles")
         if self.refused:
@@ -109,28 +111,31 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
     run_dir = epath.Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total)
-    with Checkpoints(run_dir, fingerprint, config.checkpoint.keep) as checkpoints:
-        begun = checkpoints.latest() or 0
+    kept = config.checkpoint
+    # Signals are caught until the last checkpoint is written.
+    with StopOnSignal() as stop, Checkpoints(run_dir, fingerprint, kept.keep, kept.best) as checkpoints:
         template = state.abstract(made.params, transform, everywhere)
-        current = checkpoints.restore(template, begun) if begun else state.create(made.params, transform, everywhere)
+        restored = checkpoints.restore_newest(template)
+        begun = restored.step if restored else 0
+        current = restored.state if restored else state.create(made.params, transform, everywhere)
         initial = made.params if setup.compares_with_initial(config) else None
         if initial is None:
             _free(made.params)
-        (run_dir / "config.yaml").write_text(load.dump(config))
+        changed = load.changes(run_dir / "config.yaml", config, setup.FREE_ON_RESUME) if restored else []
+        load.write(config, run_dir / "config.yaml")
         for file in (metrics_log.FILE, metrics_log.EVALUATION):
             metrics_log.truncate(run_dir, begun, file)
         with (
             Reporter(made.total, begun, config.log_every) as reporter,
             trackers.tracking(config, begun, reporter.say) as tracked,
             CompileCounter((*COMPILED, evaluation.COMPILED)) as compiled,
-            StopOnSignal() as stop,
         ):
-            _announce(reporter, config, made, begun)
+            _announce(reporter, config, made, begun, restored.damaged if restored else (), changed)
             log = _Log(config, made, compiled, reporter, tracked, stop)
             log.write_card()
             log.evaluate(begun, current.params)
             done = begun
-            if begun < made.total:
+            if begun < made.total and not stop.requested:
                 step = _build(config, made, template.params, transform)
                 comparison = _comparison(config, made, initial, step)
                 done = _steps(config, made, step, comparison, current, checkpoints, log, stop)
@@ -188,7 +193,8 @@ def _steps(
             log.evaluate(done, current.params)
         if done == made.total or stopping or (every and done % every == 0):
             log.flush()  # and stop here if the loss is not finite: such weights are not worth keeping
-            checkpoints.save(done, current)
+            by = config.checkpoint
+            checkpoints.save(done, current, metrics_log.scores(config.run_dir, by.best_by) if by.best else {})
             log.write_card()
         if stopping:
             break
@@ -352,7 +358,14 @@ def _measured(outcome: Outcome, sampled_the_data: bool) -> dict[str, float | Non
     return measured
 
 
-def _announce(reporter: Reporter, config: RunConfig, made: _Prepared, begun: int) -> None:
+def _announce(
+    reporter: Reporter,
+    config: RunConfig,
+    made: _Prepared,
+    begun: int,
+    damaged: Sequence[str],
+    changed: Sequence[str],
+) -> None:
     index = made.index
     _refusals(reporter, "refused", index.refused)
     reporter.say(f"data: {len(index.ids)} rollouts used, {len(index.refused)} refused")
@@ -362,10 +375,13 @@ def _announce(reporter: Reporter, config: RunConfig, made: _Prepared, begun: int
     reporter.say(f"model: {made.description}")
     if not config.model.sampled_the_data:
         reporter.say(f"logdiff: {card.NOT_SAMPLED_HERE}")
+    for message in damaged:
+        reporter.say(message)
+    since = f"; changed since then: {', '.join(changed)}" if changed else ""
     if begun >= made.total:
-        reporter.say(f"{config.run_dir}: finished at step {begun} of {made.total}; raise data.steps to go on")
+        reporter.say(f"{config.run_dir}: finished at step {begun} of {made.total}; raise data.steps to go on{since}")
     elif begun:
-        reporter.say(f"continuing at step {begun} of {made.total}")
+        reporter.say(f"continuing at step {begun} of {made.total}{since}")
 
 
 def _refusals(reporter: Reporter, kind: str, refused: Sequence[Refusal]) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from etils import epath
+
+from mwjax.train import whole_file
 
 FILE = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
@@ -34,14 +36,18 @@ def read(run_dir: epath.PathLike, file: str = FILE) -> list[dict[str, Any]]:
     return rows
 
 
+def scores(run_dir: epath.PathLike, name: Literal["loss", "evaluation_loss"]) -> dict[int, float]:
+    """Step -> its training loss, or the loss on held-out rollouts of the weights after it; lower is better."""
+    rows = read(run_dir, FILE if name == "loss" else EVALUATION)
+    return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+
+
 def truncate(run_dir: epath.PathLike, step: int, file: str = FILE) -> None:
     """Keeps the rows of steps up to ``step``: what followed is about to be computed again."""
     path = epath.Path(run_dir) / file
     if path.exists():
         kept = [row for row in read(run_dir, file) if row["step"] <= step]
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        fresh.replace(path)
+        whole_file.write(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _finite(value: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mwjax import data, losses, model
 from mwjax.losses.advantages import Aggregation
-from mwjax.train import trainable
+from mwjax.train import load, trainable
 from mwjax.train.config import LossConfig, ModelSection, RunConfig, SmallModel
 from mwjax.train.step import StepConfig
 from mwjax.tree import RowShape
@@ -248,13 +248,13 @@ def fingerprint(
 
     digest: of the initial weights; frozen: of those that are not trained, None where all are.
     """
-    values = dict(_flat(config.model_dump(mode="json")))
+    values = dict(load.flat(config.model_dump(mode="json")))
     unused = [*FREE_ON_RESUME]
     unused += [] if config.model.lora else ["model.lora"]
     unused += [] if config.model.frozen else ["model.frozen"]
     unused += [] if config.model.lora or config.model.frozen else ["model.frozen_dtype"]
     unused += [] if averages_teacher(config) else ["loss.sdcc.teacher", "loss.sdcc.ema_decay"]
-    kept = {key: value for key, value in values.items() if not any(_within(key, free) for free in unused)}
+    kept = {key: value for key, value in values.items() if not any(load.within(key, free) for free in unused)}
     parts = (index.rewards, index.groups, index.edges, index.sampled, index.contents)
     content = zlib.crc32(
         "\n".join(index.ids).encode() + b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
@@ -281,14 +281,3 @@ def decoder_of(fingerprint: Mapping[str, Any]) -> model.ModelConfig:
     prefix = "model.lora."
     lora = {key.removeprefix(prefix): value for key, value in fingerprint.items() if key.startswith(prefix)}
     return dataclasses.replace(shape, lora=_lora(lora)) if lora else shape
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
-    return pairs
-
-
-def _within(key: str, section: str) -> bool:
-    return key == section or key.startswith(section + ".")

@@ -45,14 +45,34 @@ def _start(params: Any, optimizer: optax.GradientTransformation, averaged: bool)
 def weights_digest(params: Any) -> str:
     """A checksum of all weights, the same under any sharding: names, shapes, dtypes and position-weighted sums of the
     bit patterns modulo 2^32. Tells one model from another; it is no cryptographic hash."""
-
-    def digest(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1)
-        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
-
-    compute = jax.jit(digest)
     checksum = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for (path, leaf), total in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(_bit_sums(params))):
         label = f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()
-        checksum = zlib.crc32(label + int(compute(leaf)).to_bytes(4, "little"), checksum)
+        checksum = zlib.crc32(label + int(total).to_bytes(4, "little"), checksum)
     return f"{checksum:08x}"
+
+
+def checksums(tree: Any) -> dict[str, str]:
+    """Name of a leaf ('params.norm.scale') -> a checksum of its content, the same under any sharding. One changed
+    element always changes it."""
+    totals = jax.device_get(_bit_sums(tree))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{int(total):08x}"
+        for path, total in jax.tree_util.tree_leaves_with_path(totals)
+    }
+
+
+@jax.jit
+def _bit_sums(tree: Any) -> Any:
+    """Of every leaf, the sum of its bit patterns times odd numbers that count the positions, modulo 2^32. No leaf is
+    reshaped: that would gather what is sharded."""
+
+    def total(leaf: jax.Array) -> jax.Array:
+        width = leaf.dtype.itemsize
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(width, 4)}")).astype(jnp.uint32)
+        position = jnp.zeros((), jnp.uint32)
+        for axis, size in enumerate(bits.shape):
+            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(total, tree)
