@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -23,6 +23,7 @@ Examples:
   mwjax audit rollouts.jsonl                    is this data consistent, and what to do
   mwjax audit rollouts.jsonl --rows train.jsonl are these training rows?
   mwjax audit rollouts.jsonl --model MODEL_DIR  how far off are the log-probs?
+  mwjax audit a.jsonl b.jsonl --compare         two sets of rollouts side by side
   mwjax inspect rollouts.jsonl --limit 3        draw the trees of the first rollouts
   mwjax train configs/sft.yaml                  train as the file says
   mwjax train configs/grpo.yaml run_dir=runs/b  change options on the way
@@ -288,9 +289,29 @@ def inspect(
     raise typer.Exit(UNUSABLE if not shown else SOME_REFUSED if refused or absent else DONE)
 
 
-@app.command()
+AUDIT_EXAMPLES = """\b
+Examples:
+  mwjax audit rollouts.jsonl                        what each training method would do to these rollouts
+  mwjax audit part-*.jsonl.zst                      several files as one set
+  mwjax audit a.jsonl b.jsonl --compare             two harnesses or two versions of one, side by side
+  mwjax audit rollouts.jsonl --rows train.jsonl     are these training rows the rollouts they came from?
+  mwjax audit rollouts.jsonl --model MODEL_DIR      how far off are the log-probs, and where?
+  mwjax audit rollouts.jsonl --model A --model B    two models side by side, on the same rollouts
+  mwjax audit a.jsonl b.jsonl --compare --model A --html report.html
+"""
+
+
+@app.command(epilog=AUDIT_EXAMPLES)
 def audit(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Rollouts, JSON Lines; .gz and .zst too.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", help="Rollouts, JSON Lines (.gz and .zst too) or packed sets; several are one set."
+        ),
+    ],
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Audit every FILE on its own and put the figures side by side.")
+    ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -320,7 +341,7 @@ def audit(
             "--model",
             metavar="DIR",
             help="Score rollouts with this model: folder, hub id, or smollm2 for the one that sampled the shipped "
-            "rollouts. Repeatable, to compare models.",
+            "rollouts. Repeatable: several models are put side by side.",
         ),
     ] = None,
     scored: Annotated[
@@ -336,25 +357,32 @@ def audit(
     """Is this data conditioning-consistent? What each method would train wrong, and what to do. Needs no model; with
     one, also how far off the log-probs are."""
     from mwjax import audit as auditing
-    from mwjax.audit.output import deliver
+    from mwjax.audit.output import deliver, deliver_compared
     from mwjax.audit.progress import watching
 
     if scored is not None and not models:
         raise typer.BadParameter("goes with --model", param_hint="--rollouts")
+    if compare and len(files) < 2:
+        raise typer.BadParameter("takes two or more files", param_hint="--compare")
+    if compare and rows is not None:
+        raise typer.BadParameter("goes with one set of rollouts, not with --compare", param_hint="--rows")
     folders = [_model_folder(name) for name in models or ()]
+    result: auditing.AuditResult | auditing.ComparedFiles
     with watching(files) as (progress, moved):
-        result = auditing.run(
-            files,
-            rows=rows,
-            tokenizer=tokenizer,
-            shown=shown,
-            group_tries=group_tries,
-            progress=progress,
-            models=folders,
-            rollouts_scored=scored,
-            scoring=moved,
-        )
-    deliver(result, json_file=json_file, html_file=html_file)
+        common: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "shown": shown,
+            "group_tries": group_tries,
+            "progress": progress,
+            "models": folders,
+            "rollouts_scored": scored,
+            "scoring": moved,
+        }
+        result = auditing.compare(files, **common) if compare else auditing.run(files, rows=rows, **common)
+    if isinstance(result, auditing.ComparedFiles):
+        deliver_compared(result, json_file=json_file, html_file=html_file)
+    else:
+        deliver(result, json_file=json_file, html_file=html_file)
     if not result.usable:
         raise typer.Exit(UNUSABLE)
     failed = strict and not result.strictly_consistent

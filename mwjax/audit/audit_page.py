@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mwjax.audit import report
+from mwjax.audit.comparison import compare_models
+from mwjax.audit.comparison_page import models_section
 from mwjax.audit.model_page import model_sections
 from mwjax.audit.report import Section
 from mwjax.audit.result import AuditResult, MethodAudit, RowsAudit
@@ -47,6 +49,8 @@ def audit_html(result: AuditResult) -> str:
         caption = "Where the main chain's prompt stops continuing what was there, by what happened."
         contexts = report.figure(_junctions_figure(result.junctions), caption) + contexts
     sections.append(Section("What happened to the contexts", contexts))
+    if len(result.models) > 1:
+        sections.append(models_section(compare_models(result.models), result.models))
     sections += [section for model in result.models for section in model_sections(model)]
     sections.append(Section("What was recorded", report.facts(token_facts(result))))
     if result.most_affected:

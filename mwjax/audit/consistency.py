@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from mwjax.audit.comparison import short_names
 from mwjax.audit.facts import RolloutFacts, rollout_facts
 from mwjax.audit.model_result import ModelAudit
 from mwjax.audit.result import AffectedRollout, AuditResult, MethodAudit
@@ -72,7 +73,7 @@ def run(
         ValueError: a model has a smaller vocabulary than the rollouts; or models are to read rollouts from a pipe.
     """
     source = list(source) if not isinstance(source, (str, os.PathLike)) else source
-    loaded_models = _load_models(source, models) if models else []
+    loaded_models = load_models(source, models)
     sizes: list[Any] = []
     decode = decoder(tokenizer)
     training_rows = None if rows is None else read_rows(rows)
@@ -113,13 +114,20 @@ def run(
     return dataclasses.replace(result, rows=rows_audit(training_rows, checked, known, unnamed, shown))
 
 
-def _load_models(source: Any, models: Sequence[Any]) -> list[Any]:
+def load_models(source: Any, models: Sequence[Any]) -> list[Any]:
+    """The models to score a source with, under names that tell them apart. Raises as :func:`run`."""
+    if not models:
+        return []
     for path in [source] if isinstance(source, (str, os.PathLike)) else source:
         if not isinstance(path, Rollout) and is_pipe(path):
             raise ValueError(f"{path}: a pipe can be read only once, and a model needs it twice: write it to a file")
-    from mwjax.audit.model_audit import load_model
+    from mwjax.audit.model_audit import Model, load_model
 
-    return [load_model(model) for model in models]
+    loaded = [load_model(model) for model in models]
+    if len({model.name for model in loaded}) == len(loaded):
+        return loaded
+    names = short_names([model.name if isinstance(model, Model) else model for model in models])
+    return [model._replace(name=name) for model, name in zip(loaded, names)]
 
 
 def _score(

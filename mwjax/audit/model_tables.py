@@ -20,7 +20,7 @@ def scored_of(model: ModelAudit) -> str:
 def logdiff_rows(model: ModelAudit) -> list[tuple[str, ...]]:
     """One row per method, under ``LOGDIFF_HEADERS``."""
     return [
-        (found.method, f"{found.tokens:,}", _size(found.mean), _size(found.max_token), _size(found.signed_mean, "+"))
+        (found.method, f"{found.tokens:,}", size(found.mean), size(found.max_token), size(found.signed_mean, "+"))
         for found in model.methods
     ]
 
@@ -61,8 +61,9 @@ def model_notes(model: ModelAudit) -> list[str]:
         )
     if model.exact is False:
         said.append(
-            "Warning: packed does not reproduce the recorded log-probs: other weights, or an engine that rounds "
-            "otherwise. That difference is in every logdiff; the figures below it compare this model with itself."
+            f"Warning: {model.model}: packed does not reproduce the recorded log-probs: other weights, or an engine "
+            "that rounds otherwise. That difference is in every logdiff; the figures below it compare this model with "
+            "itself."
         )
     said += [
         "delta_comp: log p in the last context - log p under the generation prefix, at diverging leaves. delta_full: "
@@ -80,10 +81,11 @@ def model_notes(model: ModelAudit) -> list[str]:
 
 
 def _kl_row(name: str, group: KLGroup) -> tuple[str, ...]:
-    return (name, f"{group.leaves:,}", _size(group.mean_kl), _size(group.max_kl), _size(group.mean_abs_delta))
+    return (name, f"{group.leaves:,}", size(group.mean_kl), size(group.max_kl), size(group.mean_abs_delta))
 
 
-def _size(number: float | None, sign: str = "") -> str:
+def size(number: float | None, sign: str = "") -> str:
+    """Nats, which range over orders of magnitude."""
     return "N/A" if number is None else format(number, f"{sign}.2g")
 
 

@@ -28,6 +28,7 @@ p {{ margin: .5rem 0; max-width: 48rem; }}
 table {{ border-collapse: collapse; margin: .75rem 0; font-variant-numeric: tabular-nums; font-size: .94rem; }}
 th, td {{ padding: .3rem .9rem .3rem 0; text-align: right; vertical-align: top; border-bottom: 1px solid {LINE}; }}
 th {{ font-weight: 600; color: {MUTED}; }} th:first-child, td:first-child {{ text-align: left; }}
+tr.heading th {{ padding-top: 1rem; color: {INK}; }}
 table.facts td {{ text-align: left; border: 0; padding: .15rem 1.5rem .15rem 0; }}
 table.facts td:first-child {{ color: {MUTED}; white-space: pre; }}
 code, .ids {{ font: .88em/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }}
@@ -73,10 +74,17 @@ def verdict(text: str, advice: str, good: bool) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Plain text cells; the first column is left-aligned, the others are right-aligned."""
+    """Plain text cells; the first column is left-aligned, the others are right-aligned. A row of one cell is the
+    heading of those that follow."""
     head = "".join(f"<th>{html.escape(header)}</th>" for header in headers)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(_row(row, len(headers)) for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _row(cells: Sequence[str], columns: int) -> str:
+    if len(cells) == 1:
+        return f'<tr class="heading"><th colspan="{columns}">{html.escape(cells[0])}</th></tr>'
+    return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def facts(rows: Iterable[tuple[str, str]], value_kind: str = "") -> str:

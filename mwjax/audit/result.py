@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mwjax.audit.comparison import compare_models
 from mwjax.audit.model_result import ModelAudit
 from mwjax.rollouts.read import Refusal
 
@@ -196,5 +197,8 @@ class AuditResult:
 
 
 def to_json(result: AuditResult) -> dict[str, Any]:
-    """The result as plain JSON values."""
-    return dataclasses.asdict(result)
+    """The result as plain JSON values; with several models also their figures side by side."""
+    value = dataclasses.asdict(result)
+    if len(result.models) > 1:
+        value["model_comparison"] = dataclasses.asdict(compare_models(result.models))
+    return value

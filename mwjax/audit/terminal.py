@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rich.bar import Bar
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mwjax.audit.compared import ComparedFiles
+from mwjax.audit.comparison import LOGDIFF, WRONG, Comparison, compare_models
+from mwjax.audit.comparison_tables import TITLES, comparison_headers, comparison_notes, comparison_rows, value_text
 from mwjax.audit.model_result import ModelAudit
 from mwjax.audit.model_tables import (
     DELTA_HEADERS,
@@ -33,6 +39,8 @@ from mwjax.audit.tables import (
 )
 from mwjax.audit.text import harmless
 
+BAR_COLOURS, BAR_WIDTH = ("blue", "yellow", "green", "red", "magenta", "cyan"), 28
+
 
 def show(result: AuditResult, console: Console) -> None:
     """Print an audit: verdict first, then the figures it rests on; with rows, those come first."""
@@ -51,10 +59,65 @@ def show(result: AuditResult, console: Console) -> None:
             for one in result.most_affected
         ]
         _facts(console, "Most affected rollouts, naive_compressed", affected)
-    for model in result.models:
-        _show_model(model, console)
+    if len(result.models) == 1:
+        _show_model(result.models[0], console)
+    elif result.models:
+        _heading(console, "What the models say", scored_of(result.models[0]))
+        _comparison(compare_models(result.models), LOGDIFF, console, comparison_notes(result.models))
     for warning in result.warnings:
         console.print(Text.assemble(("Warning: ", "yellow"), warning))
+
+
+def show_compared(compared: ComparedFiles, console: Console) -> None:
+    """Print audits of several files side by side: their verdicts, then the figures, then what models say."""
+    for name, result in zip(compared.names, compared.results):
+        _heading(console, name, "")
+        _verdict(console, result.consistent, result.verdict, result.advice)
+    _comparison(compared.figures, WRONG, console)
+    if compared.models is not None:
+        _heading(console, "What the models say", "")
+        models = [model for result in compared.results for model in result.models]
+        _comparison(compared.models, LOGDIFF, console, comparison_notes(models))
+    for name, result in zip(compared.names, compared.results):
+        for warning in result.warnings:
+            console.print(Text.assemble((f"Warning: {name}: ", "yellow"), warning))
+
+
+def _comparison(comparison: Comparison, drawn: str, console: Console, said: Sequence[str] = ()) -> None:
+    """The whole table, what is to be ``said`` about it, and the figures of section ``drawn`` as bars."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for number, header in enumerate(comparison_headers(comparison)):
+        table.add_column(
+            harmless(header),
+            justify="right" if number else "left",
+            no_wrap=not number,
+            overflow="fold",
+            vertical="bottom",
+        )
+    for row in comparison_rows(comparison):
+        if len(row) == 1:
+            table.add_row(Text(row[0], "bold"))
+        else:
+            table.add_row(*(Text(harmless(f"{'' if number else '  '}{cell}")) for number, cell in enumerate(row)))
+    console.print(_indented(table))
+    console.print()
+    figures = comparison.section(drawn)
+    longest = max((value for found in figures for value in found.values if value is not None), default=0)
+    for note in said:
+        console.print(_indented(Text(note, "dim"), 2))
+    if said:
+        console.print()
+    if not longest:
+        return
+    console.print(Text(TITLES[drawn], "bold"))
+    bars = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for found in figures:
+        for number, (name, value) in enumerate(zip(comparison.columns, found.values)):
+            colour = BAR_COLOURS[number % len(BAR_COLOURS)]
+            bar = Bar(longest, 0, value or 0, width=BAR_WIDTH, color=colour)
+            bars.add_row("" if number else found.name, Text(harmless(name), colour), bar, value_text(found.kind, value))
+    console.print(_indented(bars))
+    console.print()
 
 
 def _show_rows(rows: RowsAudit, console: Console) -> None:
