@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from mwjax.launch import commands, remote, wheel
 from mwjax.launch.commands import Command

@@ -143,7 +143,7 @@ def _train(name: str, words: Sequence[str], bucket: str | None, shipped: set[str
     for value in values:
         if value is None or value.startswith(ELSEWHERE) or value in shipped:
             continue
-        if Path(value).exists() or "*" in value:
+        if Path(value).exists():
             raise LaunchError(
                 f"{value} is on this machine, not on the hosts: copy it into the bucket (gcloud storage cp -r) and "
                 f"give its gs:// name; or, if it is one small file, add --file {value} and name it {Path(value).name} "

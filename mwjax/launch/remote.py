@@ -82,7 +82,7 @@ def follow(offset: int) -> str:
         [
             f"{_ENTER} || exit 1",
             f"printf '{_OCTAL}log {offset}\\n'",
-            f'tail -c +{offset + 1} -s 0.5 --pid="$(cat pid)" -f log 2>/dev/null',
+            f'tail -c +{offset + 1} -s 0.2 --pid="$(cat pid)" -f log 2>/dev/null',
             'status="$(cat status 2>/dev/null || echo lost)"',
             f'printf \'{_OCTAL}end %s %s\\n\' "$status" "$(if [ -f stopped ]; then echo stopped; fi)"',
         ]

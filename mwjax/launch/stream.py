@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import subprocess
 import tempfile
 import threading
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from mwjax.launch import commands, remote
 from mwjax.launch.job import Host, Machines
 
-_MARK = remote.MARK.encode()
+_SAID = re.compile(
+    re.escape(remote.MARK.encode()) + rb"(?:log (?P<offset>\d+)|end (?P<status>lost|\d+) ?(?P<stopped>stopped)?)\n$"
+)
 
 
 @dataclass(frozen=True)
@@ -137,18 +140,17 @@ class LogReader:
 
     def take(self, raw: bytes) -> list[str]:
         """The lines in ``raw``, which is one line as it came, or the rest where the connection broke."""
-        before, mark, after = raw.partition(_MARK)
-        if not mark:
-            if not raw.endswith(b"\n"):
-                return []  # comes again, whole
+        if not raw.endswith(b"\n"):
+            return []  # comes again, whole
+        found = _SAID.search(raw)
+        if found is None:
             return self._text(raw)
-        word, *rest = after.decode(errors="replace").split()
-        if word == "log":  # what stands before it was broken off
-            self._skip = self.position - int(rest[0])
+        if found["offset"] is not None:  # what stands before it was broken off
+            self._skip = self.position - int(found["offset"])
             return []
-        lines = self._text(before) if before else []
-        status = None if rest[0] == "lost" else int(rest[0])
-        self.end = (status, "stopped" in rest[1:])
+        lines = self._text(raw[: found.start()]) if found.start() else []
+        status = None if found["status"] == b"lost" else int(found["status"])
+        self.end = (status, found["stopped"] is not None)
         return lines
 
     def _text(self, raw: bytes) -> list[str]:

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
+from rich.console import Console
+
 from mwjax.launch import cloud, commands, remote
 from mwjax.launch.job import Host, Job, LaunchError, Machines
 from mwjax.launch.stream import Dropped, Ended, Line, Streams
@@ -185,6 +187,13 @@ def _attach(job: Job) -> bool:
 
 def _ready(machines: Machines, poll: float) -> None:
     """Rents the machines where there are none, and waits for them. Raises LaunchError."""
+    console = Console(stderr=True, highlight=False)
+    waiting = console.status(f"waiting for {machines.name}") if console.is_terminal else contextlib.nullcontext()
+    with waiting:
+        _wait(machines, poll)
+
+
+def _wait(machines: Machines, poll: float) -> None:
     asked, unseen, last, since = False, 0, "", time.monotonic()
     while True:
         resource = existing(machines)

@@ -1,7 +1,8 @@
 """The same job on a GKE cluster, through xpk: https://github.com/AI-Hypercomputer/xpk (docs/usage/workloads.md).
 
 The cluster, made by ``xpk cluster create``, decides on spot or reserved capacity. xpk puts a folder, ``--script-dir``,
-into a container image and runs one command in every container; ours holds the wheel and the job's files. Flags as in xpk's src/xpk/parser/workload.py at 367c838 (June 2026). Not run on GKE.
+into a container image and runs one command in every container; ours holds the wheel and the job's files.
+Flags as in xpk's src/xpk/parser/workload.py at 367c838 (June 2026). Not run on GKE.
 
 xpk restarts a workload whose command ends with 42 or 127 to 255, and one whose nodes were taken away. A run that was
 told to stop saves its state and ends with 0, which GKE takes for the end: submit the same command once more.

@@ -1,0 +1,250 @@
+"""What is planned and printed: no cloud here, only arguments."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mwjax import cli
+from mwjax.launch import commands, job, remote, topologies, wheel
+from mwjax.launch.job import Job, LaunchError, Machines
+from mwjax.launch.stream import LogReader
+from mwjax.train.load import ConfigError
+
+MACHINES = Machines("a", topologies.find("v5p-32"), "us-east5-a")
+CONFIG = """
+run_dir: runs/a
+data: {paths: "gs://b/r.jsonl"}
+model: {path: Qwen/Qwen3-0.6B}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "r.jsonl").write_text("")
+    return "c.yaml"
+
+
+def test_training_goes_to_the_bucket(config: str) -> None:
+    plan = job.plan(MACHINES, [config, "data.steps=5"], bucket="gs://b/runs/")
+    assert plan.command == ("mwjax", "train", "c.yaml", "data.steps=5", "run_dir=gs://b/runs/a")
+    assert plan.files == (Path("c.yaml"),)
+    assert dict(plan.environment) == {
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": "gs://b/runs/compilation-cache",
+        "MWJAX_PROCESSES": "4",
+        "MWJAX_LOCAL_DEVICES": "4",
+    }
+    own = job.plan(MACHINES, [config, "run_dir=gs://other/x"], bucket="gs://b")
+    assert own.command[-1] == "run_dir=gs://other/x"
+
+
+@pytest.mark.parametrize(
+    ("words", "bucket", "complaint"),
+    [
+        ((), "gs://b", "give what to run"),
+        (("c.yaml",), None, "run_dir runs/a would be on the hosts' own disks"),
+        (("c.yaml",), "/tmp/b", "--bucket /tmp/b: expected gs://"),
+        (("c.yaml", "data.paths=r.jsonl"), "gs://b", "r.jsonl is on this machine, not on the hosts"),
+        (("c.yaml", "data.paths=[gs://x,r.jsonl]"), "gs://b", "r.jsonl is on this machine"),
+        (("c.yaml", "data.stepss=5"), "gs://b", "did you mean data.steps"),
+        (("none.yaml",), "gs://b", "no such file"),
+    ],
+)
+def test_what_would_fail_on_the_hosts_is_refused_before_they_cost_money(
+    config: str, words: tuple[str, ...], bucket: str | None, complaint: str
+) -> None:
+    with pytest.raises((LaunchError, ConfigError), match=complaint):
+        job.plan(MACHINES, words, bucket=bucket)
+
+
+def test_a_file_that_is_shipped_may_be_named(config: str) -> None:
+    plan = job.plan(MACHINES, [config, "data.paths=r.jsonl"], bucket="gs://b", files=["r.jsonl"])
+    assert [file.name for file in plan.files] == ["c.yaml", "r.jsonl"]
+    with pytest.raises(LaunchError, match="overwrite each other"):
+        job.plan(MACHINES, [config], bucket="gs://b", files=["r.jsonl", "./r.jsonl"])
+    with pytest.raises(LaunchError, match="no such file"):
+        job.plan(MACHINES, [config], bucket="gs://b", files=["q.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("A_b", "--tpu", "v6e-8", "--zone", "z", "--", "x"), "use lower-case letters"),
+        (("a", "--zone", "z", "--", "x"), "--tpu is needed"),
+        (("a", "--tpu", "v6e-8", "--", "x"), "--zone is needed"),
+        (("a", "--tpu", "v6e-9", "--zone", "z", "--", "x"), "no TPU slice that can be rented"),
+        (("a", "--tpu", "v6e-8", "--zone", "z", "--spot", "--reserved", "--", "x"), "exclude each other"),
+        (("a", "--zone", "z", "--stop", "--delete"), "one at a time: --stop, --delete"),
+        (("a", "--zone", "z", "--stop", "c.yaml"), "--stop takes no command"),
+        (("a", "--tpu", "tpu7x-8", "--zone", "z", "--dry-run", "--", "x"), "through GKE only: give --xpk CLUSTER"),
+        (("a", "--tpu", "v6e-8", "--zone", "z", "--env", "1=2", "--", "x"), "--env 1=2: expected NAME=VALUE"),
+        (
+            ("a", "--tpu", "v6e-8", "--zone", "z", "--wheel", "x.whl", "--dry-run", "--", "x"),
+            "expected a wheel of mwjax",
+        ),
+        (("a", "--tpu", "v6e-8", "--zone", "z", "--spot", "--xpk", "c", "--", "x"), "the cluster decides"),
+    ],
+)
+def test_wrong_usage(
+    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CLOUDSDK_COMPUTE_ZONE", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["launch", *arguments])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert "Traceback" not in error
+
+
+def test_xpk(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = [
+        "launch",
+        "a",
+        "--tpu",
+        "v6e-16",
+        "--slices",
+        "2",
+        "--zone",
+        "z",
+        "--project",
+        "p",
+        "--xpk",
+        "c",
+        "--dry-run",
+    ]
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*words, "--bucket", "gs://b", config])
+    assert not caught.value.code
+    last = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert last[:3] == ["xpk", "workload", "create"]
+    scripts = tmp_path / "cache" / "mwjax" / "launch" / "a" / "scripts"
+    command = (
+        f'pip install --quiet "mwjax[tpu,gcs] @ file://$PWD/{wheel.filename()}" && mwjax train c.yaml run_dir=gs://b/a'
+    )
+    assert last[3:] == [
+        *("--cluster=c", "--workload=a", "--tpu-type=v6e-16", "--num-slices=2", "--zone=z", "--project=p"),
+        *("--base-docker-image=python:3.12", f"--script-dir={scripts}"),
+        *("--env=PYTHONUNBUFFERED=1", "--env=JAX_COMPILATION_CACHE_DIR=gs://b/compilation-cache"),
+        *("--max-restarts=20", f"--command={command}"),
+    ]
+
+
+@given(
+    lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\x1e"), max_size=12), max_size=8),
+    ending=st.sampled_from(["\n", ""]),
+    data=st.data(),
+)
+def test_a_log_is_read_once_however_often_its_connection_breaks(
+    lines: list[str], ending: str, data: st.DataObject
+) -> None:
+    """Cuts at any byte; what comes next is a new connection of ours, or gcloud's own with the old offset."""
+    log = "\n".join(lines).encode() + (ending.encode() if lines else b"")
+    reader, read, offset, came = LogReader(), [], 0, b""
+    for _ in range(data.draw(st.integers(0, 4))):
+        sent = f"{remote.MARK}log {offset}\n".encode() + log[offset:]
+        came += sent[: data.draw(st.integers(0, len(sent)))]
+        if data.draw(st.booleans()):
+            read += [line for raw in io.BytesIO(came) for line in reader.take(raw)]
+            offset, came = reader.position, b""
+    came += f"{remote.MARK}log {offset}\n".encode() + log[offset:] + f"{remote.MARK}end 3 stopped\n".encode()
+    read += [line for raw in io.BytesIO(came) for line in reader.take(raw)]
+    expected = log.decode().split("\n")
+    assert read == (expected if expected[-1] else expected[:-1])
+    assert reader.end == (3, True)
+
+
+def test_a_progress_bar_is_its_last_state() -> None:
+    reader = LogReader()
+    assert reader.take(b"10%\r50%\r100%\n") == ["100%"]
+    assert reader.position == 13
+
+
+def sample_commands() -> list[commands.Command]:
+    several = Machines(
+        "a", topologies.find("v5litepod-16"), "z", 2, "p", "spot", None, True, "6h", ("--network=n", "--labels=x=y")
+    )
+    found: list[commands.Command] = []
+    for machines in (MACHINES, several):
+        host, todo = machines.hosts[-1], Job(machines, ("mwjax", "train", "it's.yaml"))
+        scripts = (
+            *(remote.install("w.whl", "d", "3.12"), remote.start(todo), remote.probe()),
+            *(remote.follow(7), remote.stop(10)),
+        )
+        found += [commands.create(machines), commands.describe(machines), commands.delete(machines)]
+        found += [commands.prepare(machines, host.node), commands.copy(machines, host.node, [Path("w.whl"), Path("c")])]
+        found += [commands.ssh(machines, host, script) for script in scripts]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="needs the Google Cloud CLI")
+def test_the_real_client_accepts_every_command(tmp_path: Path) -> None:
+    """Its parser only; nothing is sent, and it has no configuration to send it with."""
+    environment = {
+        **os.environ,
+        "CLOUDSDK_CONFIG": str(tmp_path),
+        "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
+        "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
+    }
+    listed = tmp_path / "commands.txt"
+    # One command a line: scripts are one argument to it anyway, so line breaks in them do not matter here.
+    texts = [shlex.join(command).replace("\n", " ") for command in sample_commands()]
+    listed.write_text("\n".join(texts) + "\n")
+    done = subprocess.run(
+        ["gcloud", "meta", "lint-gcloud-commands", f"--commands-text-file={listed}"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+    answers = json.loads(done.stdout)
+    assert len(answers) == len(texts)
+    assert [(answer["command_string"], answer["error_message"]) for answer in answers if not answer["success"]] == []
+
+
+@pytest.mark.parametrize("script", [word for c in sample_commands() for word in c if word.startswith("--command=")])
+def test_scripts_are_good_shell(script: str) -> None:
+    checked = subprocess.run(["bash", "-n", "-c", script.removeprefix("--command=")], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_wheel_built_and_one_put_together_from_the_installed_files_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built = wheel.make("a")
+    with zipfile.ZipFile(built.path) as archive:
+        names = set(archive.namelist())
+        assert {"mwjax/cli.py", "mwjax/published/table1.csv", "mwjax/quickstart/data/tokenizer.json"} <= names
+    root = wheel.checkout()
+    assert root is not None
+    assert built.digest == wheel.source_digest(root)
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--target", str(target), str(built.path)], check=True, capture_output=True)
+    installed = next(iter(importlib.metadata.distributions(name="mwjax", path=[str(target)])))
+    again = wheel.repack(installed, tmp_path)
+    with zipfile.ZipFile(built.path) as first, zipfile.ZipFile(again) as second:
+        for name in set(first.namelist()) | set(second.namelist()):
+            if not name.endswith("/RECORD"):
+                assert first.read(name) == second.read(name), name
+    subprocess.run([*pip, "--target", str(tmp_path / "again"), str(again)], check=True, capture_output=True)
+    assert (tmp_path / "again" / "mwjax" / "cli.py").exists()

@@ -1,0 +1,82 @@
+"""Rented names against the published tables: https://docs.cloud.google.com/tpu/docs/v5e, v5p, v6e and tpu7x."""
+
+from __future__ import annotations
+
+import pytest
+
+from mwjax.launch import topologies
+
+# name: shape, chips, hosts (virtual machines)
+PUBLISHED = {
+    "v5litepod-1": ("1x1", 1, 1),
+    "v5litepod-4": ("2x2", 4, 1),
+    "v5litepod-8": ("2x4", 8, 1),
+    "v5litepod-16": ("4x4", 16, 4),
+    "v5litepod-32": ("4x8", 32, 8),
+    "v5litepod-64": ("8x8", 64, 16),
+    "v5litepod-128": ("8x16", 128, 32),
+    "v5litepod-256": ("16x16", 256, 64),
+    "v5p-8": ("2x2x1", 4, 1),
+    "v5p-16": ("2x2x2", 8, 2),
+    "v5p-32": ("2x2x4", 16, 4),
+    "v5p-64": ("2x4x4", 32, 8),
+    "v5p-128": ("4x4x4", 64, 16),
+    "v5p-256": ("4x4x8", 128, 32),
+    "v5p-512": ("4x8x8", 256, 64),
+    "v5p-1024": ("8x8x8", 512, 128),
+    "v5p-2048": ("8x8x16", 1024, 256),
+    "v5p-4096": ("8x16x16", 2048, 512),
+    "v5p-8192": ("16x16x16", 4096, 1024),
+    "v5p-12288": ("16x16x24", 6144, 1536),
+    "v6e-1": ("1x1", 1, 1),
+    "v6e-4": ("2x2", 4, 1),
+    "v6e-8": ("2x4", 8, 1),
+    "v6e-16": ("4x4", 16, 4),
+    "v6e-32": ("4x8", 32, 8),
+    "v6e-64": ("8x8", 64, 16),
+    "v6e-128": ("8x16", 128, 32),
+    "v6e-256": ("16x16", 256, 64),
+    "tpu7x-8": ("2x2x1", 4, 1),
+    "tpu7x-128": ("4x4x4", 64, 16),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_slices(name: str) -> None:
+    shape, chips, hosts = PUBLISHED[name]
+    found = topologies.find(name)
+    generation = "v5e" if name.startswith("v5lite") else name.partition("-")[0]
+    assert found.topology == f"{generation}:{shape}"
+    assert (found.chips, found.hosts, found.chips_per_host * found.hosts) == (chips, hosts, chips)
+
+
+def test_other_spellings_and_unknown_names() -> None:
+    assert topologies.find("v5e-16") is topologies.find(" V5LITEPOD-16 ")
+    with pytest.raises(topologies.UnknownSlice, match=r"'v5p-100' .*v5p-64, v5p-128.*\(N counts cores, two a chip\)"):
+        topologies.find("v5p-100")
+    with pytest.raises(topologies.UnknownSlice, match="v6e-8"):
+        topologies.find("v6-8")
+
+
+def test_chips_of_the_published_pods() -> None:
+    """Whole pods, as their pages give them: 50.63 and 234.9 PFLOP/s of 256 chips."""
+    for name, total in (("v5litepod-256", 50.63e15), ("v6e-256", 234.9e15)):
+        pod = topologies.find(name)
+        assert pod.chips * pod.generation.flops == pytest.approx(total, rel=0.005)
+
+
+def test_one_line() -> None:
+    assert topologies.find("v5p-32").describe() == "v5p-32: 16 chips (v5p:2x2x4) on 4 hosts of 4 chips"
+    assert topologies.find("v6e-1").describe() == "v6e-1: 1 chip (v6e:1x1) on 1 host of 1 chip"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5litepod-16", "v5p-32", "v6e-8", "v6e-64", "tpu7x-8"])
+def test_jax_knows_the_topology(name: str) -> None:
+    """XLA's own compiler builds every one of them, with as many devices."""
+    pytest.importorskip("libtpu")
+    from jax.experimental.topologies import get_topology_desc
+
+    found = topologies.find(name)
+    described = get_topology_desc(found.topology, platform="tpu")
+    assert len(described.devices) == found.chips * found.generation.devices_per_chip
