@@ -15,7 +15,7 @@
 ``status``          HTTP status that the harness got; none where it got no answer
 ``response_headers``  those on a short list
 ``response``        the payload that the harness got, as JSON; of a stream, the assembled message; where it was not
-                    JSON, ``response_text`` or ``response_base64``
+                    JSON, ``response_text`` or ``response_base64``, as the engine sent it
 ``stream``          true where the answer was an event stream
 ``events``          the stream's bytes as the engine sent them, what was ``asked`` included: base64 of Zstandard. With
                     redaction: a list of {event, data} instead
@@ -35,6 +35,7 @@ event), ``malformed_response``, ``malformed_events``, ``incomplete_stream`` (no 
 from __future__ import annotations
 
 import base64
+import codecs
 import time
 import uuid
 from collections.abc import Sequence
@@ -52,7 +53,6 @@ from mwjax.recorder.json_text import loads
 from mwjax.recorder.redaction import REDACTED, SPELLS_TEXT, Pattern, hides_text, redacted
 from mwjax.recorder.sessions import Session
 from mwjax.recorder.token_ids import prompt_ids, sampled
-from mwjax.rollouts.write import as_line
 
 FORMAT = "mwjax-call/1"
 
@@ -108,12 +108,13 @@ class Exchange:
             self.error = (kind, message)
 
 
-def line(exchange: Exchange, patterns: Sequence[Pattern] = ()) -> bytes:
-    """The call as a line of the log, newline included."""
+def as_object(exchange: Exchange, patterns: Sequence[Pattern] = ()) -> dict[str, Any]:
+    """The call as the JSON object of its line."""
     hits: set[str] = set()
     request = _payload("request", exchange.request, exchange.request_headers, exchange.secrets, patterns, hits)
     response, errors = _response(exchange, patterns, hits)
-    if exchange.error is not None:
+    left_at_the_end = exchange.stream and not errors and not exchange.response.truncated
+    if exchange.error is not None and not (exchange.error[0] == "client_disconnected" and left_at_the_end):
         errors.insert(0, exchange.error)
     elif exchange.status is not None and exchange.status >= 400:
         message = errors[0][1] if errors and errors[0][0] == "reported" else f"status {exchange.status}"
@@ -156,7 +157,7 @@ def line(exchange: Exchange, patterns: Sequence[Pattern] = ()) -> bytes:
     }
     # A redacted field of the line itself: ids and completions have no other home.
     value.update(redacted({k: value[k] for k in ("prompt_ids", "completions") if value.get(k)}, patterns)[0])
-    return as_line({key: entry for key, entry in value.items() if entry is not None and entry != {} and entry != []})
+    return {key: entry for key, entry in value.items() if entry is not None and entry != {} and entry != []}
 
 
 def _response(
@@ -287,7 +288,8 @@ def _opaque(name: str, raw: bytes, hidden: bool) -> dict[str, Any]:
     if hidden:
         return {f"{name}_text": REDACTED}
     try:
-        return {f"{name}_text": raw.decode("utf-8")}
+        # A character that the size limit cuts in two is left out.
+        return {f"{name}_text": codecs.getincrementaldecoder("utf-8")().decode(raw)}
     except ValueError:
         return {f"{name}_base64": base64.b64encode(raw).decode("ascii")}
 

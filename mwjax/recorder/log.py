@@ -10,10 +10,11 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mwjax.recorder.calls import Exchange, line
+from mwjax.recorder.calls import Exchange, as_object
 from mwjax.recorder.redaction import Pattern
 from mwjax.rollouts.errors import RolloutFileError, file_error
 from mwjax.rollouts.journal import Journal
+from mwjax.rollouts.write import as_line
 
 BATCH = 64
 
@@ -26,7 +27,8 @@ class _Item(NamedTuple):
 
 class CallLog:
     """One line per call in ``FOLDER/calls.jsonl``; an existing file is continued. A line is on the disk when the future
-    that ``write`` returns is done, or else ``lost`` counts it and a message on stderr says why."""
+    that ``write`` returns is done, or else ``lost`` counts it and a message on stderr says why. ``failed`` counts the
+    written calls that have an error."""
 
     def __init__(self, folder: str, patterns: Sequence[Pattern] = ()) -> None:
         """Raises RolloutFileError if the file cannot be opened or another recorder holds it."""
@@ -37,6 +39,7 @@ class CallLog:
             raise file_error("write", folder, error) from error
         self.path = os.path.join(folder, "calls.jsonl")
         self.written = 0
+        self.failed = 0
         self.lost = 0
         self._patterns = tuple(patterns)
         self._journal = Journal(self.path)
@@ -69,9 +72,12 @@ class CallLog:
 
     def _append(self, items: list[_Item]) -> None:
         lines = []
+        failed = 0
         for item in items:
             try:
-                lines.append(line(item.exchange, self._patterns))
+                value = as_object(item.exchange, self._patterns)
+                lines.append(as_line(value))
+                failed += "error" in value
             except Exception as error:  # one call that cannot be described must not end the recording of the others
                 self.lost += 1
                 print(f"mwjax: a call is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
@@ -79,6 +85,7 @@ class CallLog:
             try:
                 self._journal.append(b"".join(lines))
                 self.written += len(lines)
+                self.failed += failed
             except RolloutFileError as error:
                 self.lost += len(lines)
                 print(f"mwjax: {len(lines)} call(s) not recorded: {error}", file=sys.stderr)

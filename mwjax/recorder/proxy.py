@@ -63,15 +63,6 @@ class Settings:
     idle_timeout: float = 3600.0
 
 
-@dataclass
-class Counts:
-    """Requests under way, recorded calls that are over, and those of them that failed."""
-
-    open: int = 0
-    finished: int = 0
-    failed: int = 0
-
-
 # Writes the call down, the first time; what it gives is done when the line is on the disk.
 _Record = Callable[[], asyncio.Future[None]]
 
@@ -87,7 +78,7 @@ class Proxy:
         """Raises ValueError if the upstream is no http or https URL or a session header could hold a credential."""
         self.settings = settings
         self.log = log
-        self.counts = Counts()
+        self.open = 0  # requests under way
         self.sessions: set[str | None] = set()
         self.stopping = False
         self._base = _base(settings.upstream)
@@ -126,7 +117,7 @@ class Proxy:
             return _answer(endpoint, 503, "mwjax record is stopping")
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.counts.open += 1
+        self.open += 1
         try:
             if endpoint is None:
                 return await self._pass_on(request, target)
@@ -135,7 +126,7 @@ class Proxy:
             _cut(request)
             return web.Response()
         finally:
-            self.counts.open -= 1
+            self.open -= 1
 
     # ---- what is not recorded
 
@@ -183,8 +174,6 @@ class Proxy:
             nonlocal written
             if written is None:
                 exchange.finished = time.time()
-                self.counts.finished += 1
-                self.counts.failed += exchange.error is not None or (exchange.status or 0) >= 400
                 written = self.log.write(exchange)
             return written
 

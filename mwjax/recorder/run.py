@@ -76,7 +76,7 @@ def run(
             sys.setswitchinterval(switch)
     finally:
         log.close()
-    return Recorded(log.path, log.written, proxy.counts.failed, log.lost, len(proxy.sessions))
+    return Recorded(log.path, log.written, log.failed, log.lost, len(proxy.sessions))
 
 
 @contextlib.asynccontextmanager
@@ -123,11 +123,11 @@ async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable
             counter.cancel()
             await site.stop()
             proxy.stopping = True
-            if proxy.counts.open:
-                print(f"mwjax: finishing {proxy.counts.open} open call(s); again to stop at once", file=sys.stderr)
+            if proxy.open:
+                print(f"mwjax: finishing {proxy.open} open call(s); again to stop at once", file=sys.stderr)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
-                    while proxy.counts.open and not now.is_set():
+                    while proxy.open and not now.is_set():
                         await asyncio.sleep(0.02)
 
 
@@ -149,9 +149,8 @@ async def _count(proxy: Proxy) -> None:
     with console.status("waiting for calls") as status:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
-            counts = proxy.counts
-            failed = f", {counts.failed} failed" if counts.failed else ""
-            status.update(f"{counts.finished} calls{failed}, {counts.open} open, {len(proxy.sessions)} sessions")
+            failed = f", {proxy.log.failed} failed" if proxy.log.failed else ""
+            status.update(f"{proxy.log.written} calls{failed}, {proxy.open} open, {len(proxy.sessions)} sessions")
 
 
 @contextlib.contextmanager

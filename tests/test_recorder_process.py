@@ -1,0 +1,172 @@
+"""`mwjax record` as a program: its lines, its end, its death, and real clients through it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from mwjax.cli import main
+from tests.scripted_engine import KEY, call, pieces, prompt_token_ids, recording, reply_to, running, token_id
+
+PATH = "/v1/chat/completions"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "one two three four"}]}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running("vllm") as engine:
+        yield engine
+
+
+@contextmanager
+def program(upstream, folder, *options):
+    """The program, its base URL, and its process, killed at the end if it still runs."""
+    command = [sys.executable, "-m", "mwjax", "record", upstream, "--port", "0", "--run-dir", str(folder), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert all(lines), process.stderr.read()
+        base = re.fullmatch(r"OPENAI_BASE_URL=(http://127\.0\.0\.1:\d+)/v1\n", lines[1]).group(1)
+        assert lines[0] == f"recording {base} -> {upstream} in {folder}/calls.jsonl\n"
+        assert lines[2] == f"ANTHROPIC_BASE_URL={base}\n"
+        yield base, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def calls_in(folder):
+    return [json.loads(line) for line in (folder / "calls.jsonl").read_bytes().splitlines()]
+
+
+def slow_stream(base):
+    """An open stream of which the first event has arrived."""
+    connection = HTTPConnection(base.removeprefix("http://"), timeout=20)
+    connection.request("POST", PATH, json.dumps({**CHAT, "stream": True}), {"x-script": "slow"})
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    return connection, response
+
+
+def listening_on(process):
+    """The addresses on which a process listens, as hexadecimal digits."""
+    inodes = {os.readlink(link)[8:-1] for link in Path(f"/proc/{process.pid}/fd").iterdir() if link.is_symlink()}
+    tables = [Path(f"/proc/{process.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="reads the listening sockets as Linux shows them")
+def test_a_killed_recorder_loses_the_open_call_only_and_goes_on(engine, tmp_path):
+    with program(engine.url, tmp_path) as (base, process):
+        for number in range(3):
+            assert call(base, PATH, CHAT, headers={"x-session-id": str(number)}).status == 200
+        connection, _ = slow_stream(base)
+        assert listening_on(process) == {"0100007F"}  # 127.0.0.1, as Linux prints it
+        assert len(calls_in(tmp_path)) == 3  # every answered call is there while the recorder still runs
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        connection.close()
+    assert [each["session"] for each in calls_in(tmp_path)] == ["0", "1", "2"]
+
+    with (tmp_path / "calls.jsonl").open("ab") as log:
+        log.write(b'{"format": "mwjax-call/1", "id": "cut sh')
+    with program(engine.url, tmp_path) as (base, process):
+        call(base, PATH, CHAT, headers={"x-session-id": "3"})
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=10)
+    assert "cut short" in stderr and process.returncode == 0
+    assert stdout == f"1 calls of 1 sessions in {tmp_path}/calls.jsonl\n"
+    calls = calls_in(tmp_path)
+    assert [each["session"] for each in calls] == ["0", "1", "2", "3"] and len({each["id"] for each in calls}) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_recorder_finishes_open_calls(engine, number, tmp_path):
+    with program(engine.url, tmp_path) as (base, process):
+        connection, response = slow_stream(base)
+        process.send_signal(number)
+        assert b"[DONE]" in response.read()
+        connection.close()
+        _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 0 and "finishing 1 open call" in stderr
+    (recorded,) = calls_in(tmp_path)
+    assert "error" not in recorded and recorded["response"]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_open_call_that_outlasts_the_grace_is_recorded_as_cut_short(engine, tmp_path):
+    with program(engine.url, tmp_path, "--grace", "0.1") as (base, process):
+        connection = HTTPConnection(base.removeprefix("http://"), timeout=20)
+        connection.request("POST", PATH, json.dumps({**CHAT, "stream": True}), {"x-script": "stall-stream"})
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=10)
+        connection.close()
+    (recorded,) = calls_in(tmp_path)
+    assert recorded["error"]["kind"] == "shutdown" and recorded["prompt_ids"] == prompt_token_ids(CHAT)
+
+
+def test_mistakes_are_told_in_words(engine, tmp_path, capfd):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(["record", *arguments])
+        return left.value.code, capfd.readouterr().err
+
+    folder = ("--run-dir", str(tmp_path / "a"))
+    with recording(engine.url, tmp_path / "a") as recorder:
+        status, said = run(engine.url, *folder, "--port", "0")
+        assert status == 2 and "another recorder has it open" in said
+        port = recorder.url.rsplit(":", 1)[1]
+        status, said = run(engine.url, "--run-dir", str(tmp_path / "b"), "--port", port)
+        assert status == 2 and "--port 0" in said and "Traceback" not in said
+    status, said = run("ftp://x", *folder)
+    assert status == 2 and "http://HOST:PORT" in said
+    status, said = run(engine.url, *folder, "--redact", "a..b")
+    assert status == 2 and "metadata.user_id" in said
+
+
+def test_the_openai_client_sees_no_difference(engine, tmp_path):
+    with recording(engine.url, tmp_path) as recorder:
+        seen = []
+        for url in (engine.url, recorder.url):
+            client = openai.OpenAI(base_url=url + "/v1", api_key=KEY, max_retries=0)
+            whole = client.chat.completions.create(model="m", messages=CHAT["messages"])
+            chunks = list(client.chat.completions.create(model="m", messages=CHAT["messages"], stream=True))
+            answer = client.responses.create(model="m", input="one two", store=False)
+            events = list(client.responses.create(model="m", input="one two", store=False, stream=True))
+            seen.append([each.model_dump() for each in (whole, *chunks, answer, *events)])
+    assert seen[0] == seen[1]
+    calls = calls_in(tmp_path)
+    assert [each["endpoint"] for each in calls] == ["chat.completions"] * 2 + ["responses"] * 2
+    assert all(each["completions"][0]["completion_ids"] and "error" not in each for each in calls)
+    assert [token_id(piece) for piece in pieces(reply_to(CHAT))] == calls[0]["completions"][0]["completion_ids"]
+    assert KEY.encode() not in (tmp_path / "calls.jsonl").read_bytes()
+
+
+def test_the_anthropic_client_sees_no_difference(engine, tmp_path):
+    with recording(engine.url, tmp_path) as recorder:
+        seen = []
+        for url in (engine.url, recorder.url):
+            client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+            asked = {"model": "m", "max_tokens": 99, "messages": CHAT["messages"]}
+            whole = client.messages.create(**asked)
+            with client.messages.stream(**asked) as stream:
+                last = stream.get_final_message()
+            seen.append([whole.model_dump(), last.model_dump()])
+    assert seen[0] == seen[1]
+    calls = calls_in(tmp_path)
+    assert [each["endpoint"] for each in calls] == ["messages"] * 2 and not any("error" in each for each in calls)
+    recorded = calls[1]["response"]
+    assert recorded["content"][1]["input"] == {"where": "Dünen"} == seen[1][1]["content"][1]["input"]
+    assert recorded["usage"]["output_tokens"] == seen[1][1]["usage"]["output_tokens"]
+    assert KEY.encode() not in (tmp_path / "calls.jsonl").read_bytes()
