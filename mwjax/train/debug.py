@@ -41,7 +41,8 @@ class Context(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """From here on ``hidden`` tokens that were visible no longer are, and ``kept`` still are."""
+    """From here on ``hidden`` tokens that were visible no longer are, and ``kept`` still are; none where another
+    sequence begins in the row."""
 
     hidden: int
     kept: int
@@ -164,9 +165,9 @@ def lines(
                 yield Text(f"micro-batch {item.microbatch}, row {item.row}", "bold cyan")
             case Context():
                 yield _context(item, width, text_of)
-            case Fork():
-                words = f"     < fork: {item.hidden} tokens hidden from here on, {item.kept} stay"
-                yield Text(words, "yellow")
+            case Fork(hidden, kept):
+                words = f"fork: {hidden} tokens hidden from here on, {kept} stay" if kept else "a sequence of its own"
+                yield Text(f"     < {words}", "yellow")
             case Sampled():
                 shown += 1
                 yield _sampled(item, room, text_of)
@@ -176,13 +177,14 @@ def lines(
 
 def _sampled(item: Sampled, room: int, text_of: TextOf | None) -> Text:
     new = f"{item.token}" if text_of is None else f"{item.token} {text_of(item.token)}"
-    before = ""
-    for token in reversed(item.tail):
-        longer = f"{token} {before}"
-        if len(longer) + len(new) + 6 > room:
+    before, seen = "..", ""
+    for count, token in enumerate(reversed(item.tail), 1):
+        seen = f"{token} {seen}"
+        longer = seen if count == item.prefix else f".. {seen}"
+        if len(longer) + len("> ") + len(new) > room:
             break
         before = longer
-    middle = Text(f".. {before}" if len(before.split()) < item.prefix else before, "dim")
+    middle = Text(before.strip() + " ", "dim")
     middle.append("> ", "dim").append(new, "bold green")
     middle.truncate(room, pad=True)
     cells = [
