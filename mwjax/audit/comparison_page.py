@@ -85,7 +85,7 @@ def models_figure(comparison: Comparison) -> Drawing | None:
     panels[1].set_xticks(range(len(distances)), [found.name.removeprefix(DISTANCE) for found in distances])
     panels[1].set_xlabel("tokens behind the cut")
     panels[1].set_title("mean conditioning KL, nats", loc="left", fontsize=9)
-    panels[1].set_ylim(bottom=0)
+    panels[1].set_yscale("log", nonpositive="clip")  # next to the cut and far from it are orders of magnitude apart
     panels[1].grid(axis="y")
     _legend(panels[0])
     return fig
@@ -105,8 +105,8 @@ def _bars(axes: Any, figures: Sequence[Figure], columns: Sequence[str], said: An
             )
     axes.set_yticks(place, [found.name for found in figures])
     axes.tick_params(length=0)
-    axes.margins(x=0.18)
-    axes.set_xlim(left=0)
+    longest = max((value for found in figures for value in found.values if value is not None), default=0)
+    axes.set_xlim(0, 1.2 * scale * (longest or 0.01))  # room for the numbers
     axes.grid(axis="x")
 
 
