@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from mwjax.model.attention import attend
+from mwjax.model.attention import attend as attend_tree
+from mwjax.model.attention import check_platform
 from mwjax.model.sharding import CONTEXT, HEADS, ROWS, TOKENS
 from mwjax.tree.context import BLOCK
 
 
-def on_mesh(backend: str, mesh: Mesh) -> Callable[..., jax.Array]:
+def on_mesh(backend: str, mesh: Mesh, *, interpret: bool = False) -> Callable[..., jax.Array]:
     """`attend` split over a mesh with the axes of `mwjax.model.sharding`: rows, heads, and positions of the queries.
 
     Left to the partitioner, a loop over the rows of the batch gathers all rows on every device; this keeps each row
@@ -25,12 +26,18 @@ def on_mesh(backend: str, mesh: Mesh) -> Callable[..., jax.Array]:
     Returns:
       A function of (query, key, value, visible_until, index): shapes as in `attend`; index int32 [B, T] as
       `mwjax.tree.Rows.index`, or None where ``context`` is 1. The number of key heads must be a multiple of ``tensor``.
+
+    Raises:
+      ValueError: a backend that does not run on the mesh's devices (unless ``interpret``, as in `attend`).
     """
+    if not interpret:
+        check_platform(backend, mesh.devices.flat[0].platform)
+    attend = partial(attend_tree, backend=backend, interpret=interpret)
     spread, whole = HEADS, PartitionSpec(ROWS, None)
+    mapped: Callable[..., jax.Array]
     if mesh.shape[CONTEXT] == 1:
-        local = partial(attend, backend=backend)
         mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(spread, spread, spread, whole), out_specs=spread, check_vma=False
+            attend, mesh=mesh, in_specs=(spread, spread, spread, whole), out_specs=spread, check_vma=False
         )  # the loops start from constants, which the check takes for values equal on all devices
         return lambda query, key, value, visible_until, index=None: mapped(query, key, value, visible_until)
 
@@ -39,7 +46,7 @@ def on_mesh(backend: str, mesh: Mesh) -> Callable[..., jax.Array]:
             _in_row_order(jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True), index, query.shape[1])
             for x in (key, value)
         )
-        return attend(query, key, value, visible_until, query_index=own_index, backend=backend)
+        return attend(query, key, value, visible_until, query_index=own_index)
 
     mapped = jax.shard_map(
         gathered,
