@@ -6,6 +6,7 @@ import importlib.metadata
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -176,7 +177,7 @@ def test_a_progress_bar_is_its_last_state() -> None:
     assert reader.position == 13
 
 
-def sample_commands() -> list[commands.Command]:
+def samples() -> list[commands.Command]:
     several = Machines(
         "a", topologies.find("v5litepod-16"), "z", 2, "p", "spot", None, True, "6h", ("--network=n", "--labels=x=y")
     )
@@ -203,12 +204,14 @@ def test_the_real_client_accepts_every_command(tmp_path: Path) -> None:
         "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
         "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
     }
-    listed = tmp_path / "commands.txt"
-    # One command a line: scripts are one argument to it anyway, so line breaks in them do not matter here.
-    texts = [shlex.join(command).replace("\n", " ") for command in sample_commands()]
-    listed.write_text("\n".join(texts) + "\n")
+    listed = tmp_path / "commands.json"
+    # A script is one argument, whatever is in it; this checker would take a # for a comment, and break at line ends.
+    texts = [re.sub("--command=[^']*'.*", "--command=x'", shlex.join(command), flags=re.S) for command in samples()]
+    texts = list(dict.fromkeys(text.replace("'", "") for text in texts))
+    assert len(texts) == 12
+    listed.write_text(json.dumps([{"command_string": text} for text in texts]))
     done = subprocess.run(
-        ["gcloud", "meta", "lint-gcloud-commands", f"--commands-text-file={listed}"],
+        ["gcloud", "meta", "lint-gcloud-commands", f"--commands-file={listed}"],
         capture_output=True,
         text=True,
         env=environment,
@@ -219,7 +222,7 @@ def test_the_real_client_accepts_every_command(tmp_path: Path) -> None:
     assert [(answer["command_string"], answer["error_message"]) for answer in answers if not answer["success"]] == []
 
 
-@pytest.mark.parametrize("script", [word for c in sample_commands() for word in c if word.startswith("--command=")])
+@pytest.mark.parametrize("script", [word for c in samples() for word in c if word.startswith("--command=")])
 def test_scripts_are_good_shell(script: str) -> None:
     checked = subprocess.run(["bash", "-n", "-c", script.removeprefix("--command=")], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from mwjax.launch import topologies
@@ -70,13 +74,28 @@ def test_one_line() -> None:
     assert topologies.find("v6e-1").describe() == "v6e-1: 1 chip (v6e:1x1) on 1 host of 1 chip"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["v5litepod-16", "v5p-32", "v6e-8", "v6e-64", "tpu7x-8"])
-def test_jax_knows_the_topology(name: str) -> None:
-    """XLA's own compiler builds every one of them, with as many devices."""
-    pytest.importorskip("libtpu")
-    from jax.experimental.topologies import get_topology_desc
-
+# XLA's own compiler, which knows what it can compile for: devices, and hosts they are on, of every slice.
+PROGRAM = """
+import sys
+from jax.experimental.topologies import get_topology_desc
+from mwjax.launch import topologies
+for name in sys.argv[1:]:
     found = topologies.find(name)
-    described = get_topology_desc(found.topology, platform="tpu")
-    assert len(described.devices) == found.chips * found.generation.devices_per_chip
+    devices = get_topology_desc(found.topology, platform="tpu", chips_per_host_bounds=found.host_bounds).devices
+    print(name, len(devices), len({device.process_index for device in devices}))
+"""
+
+
+@pytest.mark.slow
+def test_the_compiler_knows_the_same_slices() -> None:
+    pytest.importorskip("libtpu")
+    names = [name for name in topologies.SLICES if topologies.find(name).chips <= 512]
+    # Another process may hold the library's lock; a TPU is not wanted.
+    environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", PROGRAM, *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    expected = [
+        f"{name} {found.chips * found.generation.devices_per_chip} {found.hosts}"
+        for name, found in ((name, topologies.find(name)) for name in names)
+    ]
+    assert done.stdout.splitlines() == expected, done.stderr[-2000:]

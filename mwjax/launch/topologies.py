@@ -84,8 +84,16 @@ class Slice:
         return self.chips_per_host * self.generation.devices_per_chip
 
     @property
+    def host_bounds(self) -> tuple[int, int, int]:
+        """Chips of a host along the dimensions: ``chips_per_host_bounds`` of `get_topology_desc`, whose own default of
+        2 x 2 x 1 would make two hosts of eight chips and refuse a single one."""
+        if self.chips == self.chips_per_host and len(self.shape) == 2:
+            return (*self.shape, 1)
+        return (2, 2, 1)
+
+    @property
     def topology(self) -> str:
-        """As `jax.experimental.topologies.get_topology_desc` takes it."""
+        """As `jax.experimental.topologies.get_topology_desc` takes it, beside ``host_bounds``."""
         return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"
 
     def describe(self) -> str:
