@@ -129,7 +129,7 @@ def test_without_distillation_a_teacher_is_never_looked_at(rollouts_file: str) -
     assert float(ramped.metrics.sums["sdcc_kl"]) > 0
 
 
-def test_distillation_is_towards_a_constant_teacher(rollouts_file: str) -> None:
+def test_distillation_is_towards_a_constant_teacher_the_same_weights_or_others(rollouts_file: str) -> None:
     with jax.enable_x64(True):
         config, params = configured(SFT, sdcc=True)
         (batch, *_), _ = microbatches(rollouts_file, "sdcc", rows=8)
@@ -144,15 +144,19 @@ def test_distillation_is_towards_a_constant_teacher(rollouts_file: str) -> None:
 
         @jax.jit
         @jax.grad
-        def by_hand(student: Any) -> jax.Array:
+        def by_hand(student: Any, taught_by: Any) -> jax.Array:
             log_p, row = log_softmax(student, batch.rows), np.arange(len(batch.rows.tokens))[:, None]
             task = -(edges.weight * log_p[row, edges.parent, edges.target]).sum()
-            at, to = log_p[row, pairs.student], log_softmax(params, teacher_rows)[row, pairs.teacher]
+            at, to = log_p[row, pairs.student], log_softmax(taught_by, teacher_rows)[row, pairs.teacher]
             return task + weight * (pairs.weight[..., None] * jnp.exp(to) * (to - at)).sum()
 
         got = sums(params, batch, config, sdcc_lambda=weight)
         assert float(got.metrics.sums["sdcc_kl"]) > 0.1
-        assert_close(got.gradients, by_hand(params), 1e-9)
+        assert_close(got.gradients, by_hand(params, params), 1e-9)
+        other = jax.tree.map(lambda leaf: leaf * 1.2, params)
+        assert_close(
+            sums(params, batch, config, sdcc_lambda=weight, teacher=other).gradients, by_hand(params, other), 1e-9
+        )
 
 
 def test_reference_log_probs_are_of_the_same_row_and_parent_and_sums_are_divided_once(rollouts_file: str) -> None:

@@ -147,7 +147,8 @@ class ModelSection(Section):
     lora: LoRASection | None = Field(default=None, description="Train low-rank adapters in place of the model.")
     frozen: list[str] = Field(
         default=[],
-        description="Parameters that are not trained, by dotted names with * and ?: [embedding, layers.attention.*].",
+        description="Parameters that are not trained, by dotted names with * and ?, in quotes where * comes first: "
+        "[embedding, layers.attention.*, '*norm*'].",
     )
     frozen_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

@@ -18,7 +18,20 @@ from jax.sharding import Mesh
 
 from mwjax import data, losses, model
 from mwjax.rollouts import Refusal
-from mwjax.train import card, curves, debug, evaluation, exact, load, metrics_log, setup, state, trackers
+from mwjax.train import (
+    card,
+    curves,
+    debug,
+    evaluation,
+    exact,
+    frozen,
+    load,
+    metrics_log,
+    setup,
+    state,
+    trackers,
+    trainable,
+)
 from mwjax.train.checkpoint import Checkpoints
 from mwjax.train.config import RunConfig
 from mwjax.train.mesh import by_rows, make_mesh, place, replicated
@@ -80,13 +93,16 @@ def run(config: RunConfig) -> TrainResult:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a run is made of before it starts. digest and description are of the initial weights, ``params``. held: the
-    rollouts to evaluate on."""
+    """What a run is made of before it starts. digest and description are of the initial weights: ``params``, which are
+    trained, and ``frozen``, whose digest is None where all are trained; adapters are not in a digest, they go by their
+    seed. held: the rollouts to evaluate on."""
 
     mesh: Mesh
     shape: model.ModelConfig
     params: Any
+    frozen: Any
     digest: str
+    frozen_digest: str | None
     description: str
     index: data.Index
     source: data.StepSource
@@ -97,32 +113,38 @@ class _Prepared:
 def _prepare(config: RunConfig) -> _Prepared:
     mesh = make_mesh(config.mesh)
     shape, params = setup.decoder(config.model)
-    digest, description = state.weights_digest(params), setup.describe(config.model, shape, params)
+    _, base = model.split_params(params, model.adapter_names(shape))
+    digest, description = state.weights_digest(base), setup.describe(config.model, shape, params)
     index = data.scan(config.data.paths, setup.layout(config), vocab_size=shape.vocab_size, progress=measuring)
     source = setup.step_source(config, index)
     total = config.data.steps or source.steps_in(config.data.epochs)
     held = evaluation.scan(config, shape.vocab_size, measuring)
     params = jax.device_put(params, replicated(mesh))
-    return _Prepared(mesh, shape, params, digest, description, index, source, total, held)
+    parts = trainable.split(config.model, shape, params)
+    frozen_digest = state.weights_digest(parts.frozen) if parts.frozen else None
+    return _Prepared(mesh, shape, *parts, digest, frozen_digest, description, index, source, total, held)
 
 
 def _train(config: RunConfig, made: _Prepared) -> TrainResult:
     transform, everywhere = optimizer(config.optimizer, made.total), replicated(made.mesh)
     run_dir = epath.Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total)
+    fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total, made.frozen_digest)
     kept = config.checkpoint
     # Signals are caught until the last checkpoint is written.
     with StopOnSignal() as stop, Checkpoints(run_dir, fingerprint, kept.keep, kept.best) as checkpoints:
-        template = state.abstract(made.params, transform, everywhere)
+        averaged = setup.averages_teacher(config)
+        template = state.abstract(made.params, transform, everywhere, averaged=averaged)
         restored = checkpoints.restore_newest(template)
         begun = restored.step if restored else 0
-        current = restored.state if restored else state.create(made.params, transform, everywhere)
+        current = restored.state if restored else state.create(made.params, transform, everywhere, averaged=averaged)
         initial = made.params if setup.compares_with_initial(config) else None
         if initial is None:
             _free(made.params)
         changed = load.changes(run_dir / "config.yaml", config, setup.FREE_ON_RESUME) if restored else []
         load.write(config, run_dir / "config.yaml")
+        if made.frozen_digest is not None:
+            frozen.save(run_dir, made.frozen, made.frozen_digest)
         for file in (metrics_log.FILE, metrics_log.EVALUATION):
             metrics_log.truncate(run_dir, begun, file)
         with (
@@ -161,7 +183,7 @@ def _free(params: Any) -> None:
 def _build(config: RunConfig, made: _Prepared, params: Any, transform: optax.GradientTransformation) -> Step:
     layout = made.index.layout
     example = collate([], [], layout.shape, layout.rows_per_microbatch)
-    step = build(setup.step_config(config, made.shape), transform, made.mesh, params, example)
+    step = build(setup.step_config(config, made.shape), transform, made.mesh, params, example, made.frozen)
     return debug.checked(step, made.index.ids) if config.debug else step
 
 
@@ -272,7 +294,7 @@ class _Log:
                 )
 
     def evaluate(self, step: int, params: Any) -> None:
-        """Evaluates the weights after ``step`` steps if that is due. Its time is not the next step's."""
+        """Evaluates the (trained) weights after ``step`` steps if that is due. Its time is not the next step's."""
         if not self.evaluations.wanted(step):
             return
         self.flush()
@@ -281,7 +303,7 @@ class _Log:
             self.reporter.evaluating(done, total)
             return not self.stop.requested or jax.process_count() > 1  # the others wait for this one
 
-        self.evaluations.add(step, params, go_on)
+        self.evaluations.add(step, model.join_params(params, self.made.frozen), go_on)
         self.since, self.compiling = time.perf_counter(), self.compiled.seconds
 
     def write_card(self) -> None:
