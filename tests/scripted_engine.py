@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import json
 import re
+import ssl
 import threading
 import zlib
 from collections.abc import Iterator
@@ -396,7 +397,7 @@ def on_a_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @contextlib.contextmanager
-def running(flavour: str) -> Iterator[Engine]:
+def running(flavour: str, ssl_context: ssl.SSLContext | None = None) -> Iterator[Engine]:
     """The engine, listening."""
     engine = Engine(flavour)
 
@@ -404,12 +405,12 @@ def running(flavour: str) -> Iterator[Engine]:
         server = web.Server(engine.handle, access_log=None, handler_cancellation=True, auto_decompress=False)
         runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context).start()
         return runner
 
     with on_a_loop() as loop:
         runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        engine.url = f"http{'s' if ssl_context else ''}://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield engine
         finally:

@@ -233,6 +233,12 @@ def test_other_paths_pass_untouched_and_are_not_recorded(engines, tmp_path):
             other = call(recorder.url, "/any/%2Fthing?x=%20y&z", method=method, body=b"abc")
             same_answer(call(engine.url, "/any/%2Fthing?x=%20y&z", method=method, body=b"abc"), other)
             assert other.body == b"cba" and other.headers["x-method"] == method
+        head = call(recorder.url, "/v1/models", method="HEAD")
+        assert (
+            head.status == 200
+            and head.body == b""
+            and head.headers["content-length"] == models.headers["content-length"]
+        )
         assert call(recorder.url, "/session/s1/other", method="GET").headers["x-path"] == "/other"
         assert recorder.calls() == []
 

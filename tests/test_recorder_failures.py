@@ -189,7 +189,7 @@ def test_a_full_disk_is_said_and_the_calls_go_on(engine, tmp_path, capfd, monkey
             raise RolloutFileError("the disk is full")
 
         with monkeypatch.context() as patched:
-            patched.setattr(log._journal, "append", full)
+            patched.setattr(log._journal, "append_soon", full)
             assert call(recorder.url, PATH, CHAT).status == 200
         assert call(recorder.url, PATH, CHAT).status == 200
         assert (log.lost, log.written, len(recorder.calls())) == (1, 1, 1)

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -28,10 +30,12 @@ def engine():
 
 
 @contextmanager
-def program(upstream, folder, *options):
-    """The program, its base URL, and its process, killed at the end if it still runs."""
+def program(upstream, folder, *options, **environment):
+    """The program's base URL and its process, killed at the end if it still runs."""
     command = [sys.executable, "-m", "mwjax", "record", upstream, "--port", "0", "--run-dir", str(folder), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
     try:
         lines = [process.stdout.readline() for _ in range(3)]
         assert all(lines), process.stderr.read()
@@ -114,6 +118,24 @@ def test_an_open_call_that_outlasts_the_grace_is_recorded_as_cut_short(engine, t
         connection.close()
     (recorded,) = calls_in(tmp_path)
     assert recorded["error"]["kind"] == "shutdown" and recorded["prompt_ids"] == prompt_token_ids(CHAT)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_an_engine_behind_tls_must_be_one_that_is_trusted(tmp_path):
+    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    with running("vllm", context) as engine:
+        with program(engine.url, tmp_path / "trusted", SSL_CERT_FILE=certificate) as (base, _):
+            assert json.loads(call(base, PATH, CHAT).body)["choices"][0]["message"]["content"] == reply_to(CHAT)
+        with recording(engine.url, tmp_path / "unknown") as recorder:
+            answer = call(recorder.url, PATH, CHAT)
+    assert answer.status == 502 and "certificate" in json.loads(answer.body)["error"]["message"]
+    (recorded,) = calls_in(tmp_path / "trusted")
+    assert recorded["prompt_ids"] == prompt_token_ids(CHAT)
 
 
 def test_mistakes_are_told_in_words(engine, tmp_path, capfd):

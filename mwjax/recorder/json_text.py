@@ -11,15 +11,22 @@ from typing import Any
 # member away, or a plan for what is inside.
 Plan = Mapping[str, "str | Plan | None"]
 
+_SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBERS = re.compile(r"\[[-0-9.eE+, \t\n\r]*\]")  # long id lists: found without building them
-_decoder = json.JSONDecoder()
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_standard = json.JSONDecoder(parse_constant=_refuse)
 
 
 def loads(text: str | bytes) -> Any:
     """JSON as the standard has it: NaN and infinities are refused. Raises ValueError."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return _standard.decode(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -129,12 +136,10 @@ def _skip(text: str, at: int) -> int:
         return numbers.end()
     if text[at] == '"':
         return json.decoder.scanstring(text, at + 1)[1]  # type: ignore[attr-defined]
-    return _decoder.raw_decode(text, at)[1]
+    return _standard.raw_decode(text, at)[1]
 
 
 def _space(text: str, at: int) -> int:
+    if at < len(text) and text[at] not in _SPACES:
+        return at
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

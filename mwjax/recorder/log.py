@@ -1,4 +1,4 @@
-"""The growing file of calls, written by a thread of its own."""
+"""The growing file of calls, written by threads of its own."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ BATCH = 64
 
 class _Item(NamedTuple):
     exchange: Exchange
-    durable: asyncio.Future[None]
+    written: asyncio.Future[None]
     loop: asyncio.AbstractEventLoop
 
 
 class CallLog:
-    """One line per call in ``FOLDER/calls.jsonl``; an existing file is continued. A line is on the disk when the future
-    that ``write`` returns is done, or else ``lost`` counts it and a message on stderr says why. ``failed`` counts the
+    """One line per call in ``FOLDER/calls.jsonl``; an existing file is continued. When the future that ``write``
+    returns is done, the line is in the file, whatever becomes of this process, and on its way to the disk; or else
+    ``lost`` counts it and a message on stderr says why. ``failed`` counts the
     written calls that have an error."""
 
     def __init__(self, folder: str, patterns: Sequence[Pattern] = ()) -> None:
@@ -45,30 +46,48 @@ class CallLog:
         self._journal = Journal(self.path)
         self.torn = self._journal.torn
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mwjax-call-log", daemon=True)
-        self._thread.start()
+        self._unsynced = threading.Event()
+        self._ended = False
+        self._writing = threading.Thread(target=self._run, name="mwjax-call-log", daemon=True)
+        self._syncing = threading.Thread(target=self._sync, name="mwjax-call-log-sync", daemon=True)
+        self._writing.start()
+        self._syncing.start()
 
     def write(self, exchange: Exchange) -> asyncio.Future[None]:
         """Hands a finished call to the thread; to be called on an event loop."""
         loop = asyncio.get_running_loop()
-        durable: asyncio.Future[None] = loop.create_future()
-        self._queue.put(_Item(exchange, durable, loop))
-        return durable
+        written: asyncio.Future[None] = loop.create_future()
+        self._queue.put(_Item(exchange, written, loop))
+        return written
 
     def close(self) -> None:
         """Writes what is left and ends the file."""
         self._queue.put(None)
-        self._thread.join()
+        self._writing.join()
+        self._ended = True
+        self._unsynced.set()
+        self._syncing.join()
         self._journal.close()
 
     def _run(self) -> None:
         more = True
         while more:
             items = [self._queue.get()]
-            while len(items) < BATCH and not self._queue.empty():  # one wait for the disk serves them all
+            while len(items) < BATCH and not self._queue.empty():
                 items.append(self._queue.get())
             more = None not in items
             self._append([item for item in items if item is not None])
+            self._unsynced.set()
+
+    def _sync(self) -> None:
+        """Apart from the writing, so that no call waits for the disk of the one before."""
+        while not self._ended:
+            self._unsynced.wait()
+            self._unsynced.clear()
+            try:
+                self._journal.sync()
+            except RolloutFileError as error:
+                print(f"mwjax: {error}", file=sys.stderr)
 
     def _append(self, items: list[_Item]) -> None:
         lines = []
@@ -83,14 +102,14 @@ class CallLog:
                 print(f"mwjax: a call is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
         if lines:
             try:
-                self._journal.append(b"".join(lines))
+                self._journal.append_soon(b"".join(lines))
                 self.written += len(lines)
                 self.failed += failed
             except RolloutFileError as error:
                 self.lost += len(lines)
                 print(f"mwjax: {len(lines)} call(s) not recorded: {error}", file=sys.stderr)
         for loop in {item.loop for item in items}:
-            done = [item.durable for item in items if item.loop is loop]
+            done = [item.written for item in items if item.loop is loop]
             try:
                 loop.call_soon_threadsafe(_resolve, done)
             except RuntimeError:  # the loop is closed: nobody waits

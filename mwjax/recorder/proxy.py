@@ -1,7 +1,7 @@
 """The HTTP side: takes a call from the harness, passes it to the engine, passes the answer back as it arrives.
 
-A recorded call ends for the harness when its line is on the disk: an answer with a known length waits with its last
-piece, a stream with its end, not with its events.
+A recorded call ends for the harness when its line is in the file, so that a recorder that is killed has lost no call
+that ended: an answer with a known length waits with its last piece, a stream with its end, not with its events.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ HEADER_BYTES = 1 << 16
 # Engines close an idle connection after 5 s (uvicorn's default): never send on one that is about to be closed.
 IDLE_CONNECTION_SECONDS = 3.0
 PROBE_SECONDS = 5.0
+REFUSAL_BYTES = 10_000
 REFUSALS = (400, 404, 422)  # how engines answer a request member that they do not accept
 
 
@@ -63,7 +64,7 @@ class Settings:
     idle_timeout: float = 3600.0
 
 
-# Writes the call down, the first time; what it gives is done when the line is on the disk.
+# Writes the call down, the first time; what it gives is done when the line is in the file.
 _Record = Callable[[], asyncio.Future[None]]
 
 
@@ -259,7 +260,7 @@ class Proxy:
             return upstream
         async with _closing(upstream):
             refusal = await upstream.read()
-        exchange.asked, exchange.asked_refused = None, (upstream.status, refusal)
+        exchange.asked, exchange.asked_refused = None, (upstream.status, refusal[:REFUSAL_BYTES])
         upstream = await self._send(request.method, target, passed, start)
         if upstream.status < 400:
             self._refused.add(kind)

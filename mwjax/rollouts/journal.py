@@ -55,14 +55,30 @@ class Journal:
 
     def append(self, line: bytes) -> None:
         """Writes one line (newline included) to the disk, or, on an error, leaves the file as it was."""
+        self._write(line, sync=True)
+
+    def append_soon(self, lines: bytes) -> None:
+        """Hands whole lines to the operating system, or, on an error, leaves the file as it was. They outlast this
+        process; the machine, after ``sync``."""
+        self._write(lines, sync=False)
+
+    def sync(self) -> None:
+        """Puts on the disk what ``append_soon`` wrote."""
         try:
-            _write_all(self._descriptor, line, self._size)
             os.fsync(self._descriptor)
+        except OSError as error:
+            raise file_error("write", self.path, error) from error
+
+    def _write(self, lines: bytes, sync: bool) -> None:
+        try:
+            _write_all(self._descriptor, lines, self._size)
+            if sync:
+                os.fsync(self._descriptor)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
             raise file_error("write", self.path, error, "; this rollout is not in it") from error
-        self._size += len(line)
+        self._size += len(lines)
 
     def close(self) -> None:
         os.close(self._descriptor)

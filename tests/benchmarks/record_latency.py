@@ -6,10 +6,11 @@ each with a prompt of 20,000 characters and 2,000 ids and with 40 events 20 ms a
 log-probs by the recorder, which takes them out again. Times in milliseconds, medians (and 95th percentiles):
 
 first event    from the request's start; event: from the engine's write to the client's read; last byte: from the
-               engine's last event to the end of the answer, which waits for the line on the disk
+               engine's last event to the end of the answer, which waits for the line in the log
 whole answer   one call at a time, not streamed, from the request's start to its last byte
 
-The claim is that the medians of first event, event and whole answer are within 5 ms of the direct calls.
+The claim is that every median is within 5 ms of that of the direct calls. Where other work shares the cores, ask the
+system for precedence, or its queues are measured: ``chrt -r 1 python tests/benchmarks/record_latency.py``.
 """
 
 from __future__ import annotations
