@@ -136,7 +136,7 @@ def train(
         raise typer.Exit(DONE)
     if config is None:
         raise typer.BadParameter("give a YAML configuration, as in: mwjax train configs/sft.yaml", param_hint="CONFIG")
-    settings = load.load(config, overrides or ())
+    settings = load.load(config, [*(overrides or ()), *(["debug=true"] if debug else [])])
 
     from mwjax.train import distributed
 
@@ -153,6 +153,7 @@ EXPORT_EXAMPLES = """\b
 Examples:
   mwjax export runs/b --out models/b                    the newest checkpoint of a run, weights as trained (float32)
   mwjax export runs/b/checkpoints/50 --out models/b50   one step
+  mwjax export runs/b --best --out models/best          the one of lowest loss on held-out rollouts
   mwjax export runs/b --out models/b --dtype bfloat16   half the size, rounded
   mwjax export runs/b --out models/b --tokenizer Qwen/Qwen3-0.6B
 """
@@ -182,6 +183,9 @@ def export(
         float, typer.Option(metavar="GB", min=0.001, help="Weights larger than this are split into several files.")
     ] = 5.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a FOLDER that is not empty.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run directory, the best checkpoint by the run's checkpoint.best_by.")
+    ] = False,
 ) -> None:
     """Write a trained model as a folder that transformers and mwjax load."""
     from mwjax.train import export as exporting
@@ -192,6 +196,7 @@ def export(
         dtype=dtype,
         tokenizer=tokenizer,
         overwrite=overwrite,
+        best=best,
         max_shard_bytes=int(max_shard_gb * 1e9),
     )
     if not written.tokenizer:
