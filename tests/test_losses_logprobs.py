@@ -154,8 +154,8 @@ def test_edges_times_vocabulary_is_never_materialised():
 
 
 def test_default_chunk():
-    assert chunk_rows(151_936, 4_096, None) == 18_992  # 8 equal chunks
-    assert chunk_rows(128_256, 4_096, None) == 18_323  # 7 chunks, the last overlaps by 5 rows
+    assert chunk_rows(151_936, 4_096, None) == 9_496  # 16 equal chunks
+    assert chunk_rows(128_256, 4_096, None) == 9_162  # 14 chunks, the last overlaps by 12 rows
     assert chunk_rows(512, 10**6, None) == 512
     assert 2_048 // 2 < chunk_rows(151_936, 65_536, None) <= 2_048
     assert chunk_rows(100, 4, 1_000) == 100

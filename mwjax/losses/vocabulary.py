@@ -17,7 +17,9 @@ from mwjax.model.sharding import CONTEXT, DATA, FSDP, HIDDEN, ROWS, TABLE, TENSO
 
 Carry = TypeVar("Carry")
 
-WIDEST_CHUNK = 19_000  # vocabulary rows; 151,936 (Qwen3) falls into 8 equal chunks of 18,992
+# Vocabulary rows; 151,936 (Qwen3) falls into 16 equal chunks of 9,496. On CPU twice the width is 6 to 12 % slower and
+# takes twice the memory, half the width is no faster (tests/benchmarks/edge_loss.py --chunk 4748 18992).
+WIDEST_CHUNK = 9_500
 NARROWEST_CHUNK = 2_048  # below this the matrix products get too thin to be worth it
 CHUNK_ELEMENTS = 2**27  # logits held at once by default: 512 MiB in float32
 
@@ -27,7 +29,7 @@ MASKED = -1e30
 
 def chunk_rows(vocabulary: int, positions: int, vocab_chunk: int | None) -> int:
     """Vocabulary rows per chunk: ``vocab_chunk`` where given, else the whole of a small vocabulary or near-equal chunks
-    of at most 19,000 rows, narrower (down to 2,048) where ``positions`` are so many that one chunk's logits would pass
+    of at most 9,500 rows, narrower (down to 2,048) where ``positions`` are so many that one chunk's logits would pass
     512 MiB in float32."""
     if vocab_chunk is not None:
         if vocab_chunk < 1:
