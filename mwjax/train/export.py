@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from etils import epath
 
 from mwjax import model
-from mwjax.train import checkpoint, frozen, load
-from mwjax.train.config import ModelSection
+from mwjax.train import checkpoint, frozen, load, metrics_log
+from mwjax.train.config import ModelSection, RunConfig
 
 
 class ExportError(ValueError):
@@ -49,6 +49,7 @@ def export(
     dtype: str | None = None,
     tokenizer: str | None = None,
     overwrite: bool = False,
+    best: bool = False,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Exported:
     """Write the parameters of a checkpoint to ``folder`` as `mwjax.model.save` does, adapters merged into the weights
@@ -60,6 +61,7 @@ def export(
         rounded.
       tokenizer: folder, hub id or tokenizer.json, in place of what the run's configuration names. What that names may
         be gone since: then the folder has no tokenizer.
+      best: the checkpoint that is best by the run's ``checkpoint.best_by``, in place of the newest.
 
     Raises:
       FileNotFoundError: no such checkpoint.
@@ -68,8 +70,12 @@ def export(
     if (epath.Path(path) / "config.json").exists():
         raise ExportError(f"{path}: this is a model folder already; give a run directory or a checkpoint in it")
     run_dir, step = checkpoint.locate(path)
+    if best and epath.Path(path).expanduser().resolve().parent.name == checkpoint.FOLDER:
+        raise ExportError(f"{path}: names a step already; give the run directory to export its best checkpoint")
+    step = _best(run_dir) if best else step
     model.check_free(folder, overwrite)
-    settings = _settings(run_dir)
+    run = _settings(run_dir)
+    settings = run.model if run else None
     with _tokenizer(tokenizer, settings) as chosen, _folder(settings.path if settings else None) as source:
         config, params = model.merge_adapters(*frozen.load_decoder(run_dir, step))
         leaves = jax.tree.leaves(params)
@@ -93,6 +99,19 @@ def export(
         dtype=dtype,
         size=sum(files.values()),
         tokenizer=any(name.startswith(("tokenizer", "vocab.")) for name in files),
+    )
+
+
+def _best(run_dir: epath.Path) -> int:
+    """The step that is best by what the run's configuration says."""
+    settings = _settings(run_dir)
+    by = settings.checkpoint.best_by if settings else "evaluation_loss"
+    file = metrics_log.FILE if by == "loss" else metrics_log.EVALUATION
+    return checkpoint.best(
+        run_dir,
+        metrics_log.scores(
+            metrics_log.read(run_dir, file)
+        ),
     )
 
 
@@ -132,9 +151,9 @@ def _has_tokenizer(folder: Path) -> bool:
     return any(folder.glob("tokenizer*")) or (folder / "vocab.json").is_file()
 
 
-def _settings(run_dir: epath.Path) -> ModelSection | None:
-    """What the run's configuration says about the model, if it is there."""
+def _settings(run_dir: epath.Path) -> RunConfig | None:
+    """The run's configuration, if it is there."""
     try:
-        return load.load(os.fspath(run_dir / "config.yaml")).model
+        return load.load(os.fspath(run_dir / "config.yaml"))
     except load.ConfigError:
         return None
