@@ -20,7 +20,6 @@ from mwjax.train.config import MeshConfig, RunConfig
 from mwjax.train.mesh import make_mesh, replicated
 from mwjax.train.optimizer import optimizer
 from mwjax.train.step import StepConfig, build, gradient_sums
-from mwjax.train.update import Comparison, update
 from tests.test_train_loop import assert_same_state, compile_once, folder, rows, without_clock  # noqa: F401
 from tests.training_runs import configure, microbatches, write
 
@@ -109,7 +108,7 @@ def test_the_best_checkpoints_by_held_out_loss_survive(folder: Path) -> None:  #
     loop.run(configure(folder, *settings, "data.steps=3"))
     config = configure(folder, *settings)
     loop.run(config)
-    figures = metrics_log.scores(config.run_dir, "evaluation_loss")
+    figures = metrics_log.scores(metrics_log.read(config.run_dir, metrics_log.EVALUATION))
     assert sorted(figures) == [0, 1, 2, 3, 4]
     best = min(range(1, 5), key=lambda step: (figures[step], -step))
     assert best < 4, "the rate is far too high: it gets worse"
@@ -171,18 +170,38 @@ def test_a_signal_while_a_checkpoint_is_read_stops_before_the_first_step(
 def test_bfloat16_activations_leave_parameters_gradients_and_optimiser_in_float32(folder: Path) -> None:  # noqa: F811
     config = configure(folder)
     shape, params = setup.decoder(config.model)
-    batches, denominator = microbatches(write(folder))
+    (batch, *_), denominator = microbatches(write(folder))
     half, full = (StepConfig(shape, losses.LossConfig("sft"), dtype=dtype) for dtype in ("bfloat16", "float32"))
-    rounded = jax.jit(lambda p, b: gradient_sums(p, b, half))(params, batches[0])
-    exact = jax.jit(lambda p, b: gradient_sums(p, b, full))(params, batches[0])
+    rounded = jax.jit(lambda p, b: gradient_sums(p, b, half))(params, batch)
+    exact = jax.jit(lambda p, b: gradient_sums(p, b, full))(params, batch)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((rounded.gradients, rounded.numerator))} == {"float32"}
     assert float(rounded.numerator) != float(exact.numerator)
     assert float(rounded.numerator) == pytest.approx(float(exact.numerator), rel=3e-3)
     for one, other in zip(jax.tree.leaves(rounded.gradients), jax.tree.leaves(exact.gradients)):
         assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(other)
     transform, mesh = optimizer(config.optimizer, 4), make_mesh(MeshConfig())
-    before = state.create(params, transform, replicated(mesh))
-    step = build(half, transform, mesh, params, batches[0])
-    after, outcome = update(step, before, batches, denominator, half.loss, Comparison(), mesh)
+    before = state.abstract(params, transform, replicated(mesh))
+    step = build(half, transform, mesh, params, batch)
+    after, scalars = jax.eval_shape(step.apply, before, rounded, np.float32(denominator))
     assert {leaf.dtype.name for leaf in jax.tree.leaves((after.params, after.opt_state))} == {"float32", "int32"}
-    assert outcome.scalars is not None and outcome.scalars["loss"].dtype == np.float32
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(scalars)} == {"float32"}
+
+
+def test_the_best_checkpoint_is_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    config = configure(folder, "checkpoint.every=1", "checkpoint.best=1", "checkpoint.best_by=loss", "data.steps=3")
+    loop.run(config)
+    for step, loss in enumerate((0.5, 0.25, 0.75), 1):  # as if the second of the kept ones were the best
+        metrics_log.append(config.run_dir, {"step": step, "loss": loss})
+
+    def export(*arguments: str) -> Any:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["export", *arguments, "--best"])
+        return caught.value.code
+
+    assert export(config.run_dir, "--out", str(folder / "model")) == cli.DONE
+    assert ", step 2, " in capsys.readouterr().out
+    assert export(f"{config.run_dir}/checkpoints/3", "--out", str(folder / "other")) == cli.UNUSABLE
+    assert "names a step already" in capsys.readouterr().err
+    (folder / "run" / "metrics.jsonl").unlink()
+    assert export(config.run_dir, "--out", str(folder / "other")) == cli.UNUSABLE
+    assert "no checkpoint there has a score" in capsys.readouterr().err
