@@ -460,7 +460,7 @@ def record(
 
     recorder.require_http()
 
-    from mwjax.recorder.proxy import Settings
+    from mwjax.recorder.upstream import Settings
 
     settings = Settings(
         upstream,

@@ -23,9 +23,10 @@ import brotli
 from aiohttp import web
 
 from mwjax.recorder.log import CallLog
-from mwjax.recorder.proxy import Proxy, Settings
+from mwjax.recorder.proxy import Proxy
 from mwjax.recorder.redaction import pattern
 from mwjax.recorder.run import listening
+from mwjax.recorder.upstream import Settings
 
 KEY = "sk-secret-0123456789abcdef"
 STALL_SECONDS = 30.0

@@ -15,7 +15,8 @@ import pytest
 import zstandard
 
 from mwjax.recorder.additions import SGLANG_ID_HEADERS
-from mwjax.recorder.proxy import Proxy, Settings
+from mwjax.recorder.proxy import Proxy
+from mwjax.recorder.upstream import Settings
 from tests.scripted_engine import (
     KEY,
     call,
@@ -285,6 +286,27 @@ def test_keys_never_reach_the_disk(engines, tmp_path):
     assert all(secret.encode() not in raw_events(each) for each in calls if "events" in each)
     assert "[credential]" in calls[0]["request"]["messages"][0]["content"]
     assert calls[-1]["session"] == "s-[credential]"
+
+
+def test_keys_for_other_servers_in_a_payload_never_reach_the_disk(engines, tmp_path):
+    tool = {"type": "mcp", "server_url": "http://127.0.0.1:1", "authorization": "oauth-token-0123456789"}
+    tool["headers"] = {"X-Api-Key": "Bearer mcp-secret-9876543210", "Accept": "application/json"}
+    server = {"type": "url", "authorization_token": 'quoted-"token"-0123456789'}
+    payload = {**RESPONSES, "input": "say oauth-token-0123456789", "tools": [tool], "mcp_servers": [server]}
+    with recording(engines["plain"].url, tmp_path / "cut", max_body_bytes=390) as recorder:
+        call(recorder.url, "/v1/responses", payload)
+        assert recorder.calls()[0]["truncated"]["request"] > 390 and "mcp" in recorder.calls()[0]["request_text"]
+        assert all(secret not in recorder.path.read_text() for secret in ("oauth-token", "mcp-secret"))
+    with recording(engines["plain"].url, tmp_path) as recorder:
+        call(recorder.url, "/v1/responses", payload)
+        (recorded,) = recorder.calls()
+        written = recorder.path.read_text()
+    assert "0123456789" not in written and "9876543210" not in written
+    assert recorded["request"]["tools"][0]["headers"] == {
+        "X-Api-Key": "Bearer [credential]",
+        "Accept": "application/json",
+    }
+    assert recorded["request"]["mcp_servers"] == [{"type": "url", "authorization_token": "[credential]"}]
 
 
 @pytest.mark.parametrize("stream", [False, True])

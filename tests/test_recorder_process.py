@@ -89,7 +89,7 @@ def test_a_killed_recorder_loses_the_open_call_only_and_goes_on(engine, tmp_path
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=10)
     assert "cut short" in stderr and process.returncode == 0
-    assert stdout == f"1 calls of 1 sessions in {tmp_path}/calls.jsonl\n"
+    assert stdout == f"{tmp_path}/calls.jsonl: calls 1, sessions 1, failed 0\n"
     calls = calls_in(tmp_path)
     assert [each["session"] for each in calls] == ["0", "1", "2", "3"] and len({each["id"] for each in calls}) == 4
 

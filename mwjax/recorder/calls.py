@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ from mwjax.recorder.content_codings import decoded
 from mwjax.recorder.endpoints import Endpoint, ends_stream, error_in, usage_of
 from mwjax.recorder.json_text import loads
 from mwjax.recorder.redaction import REDACTED, SPELLS_TEXT, Pattern, hides_text, redacted
-from mwjax.recorder.sessions import Session
+from mwjax.recorder.sessions import SHORTEST_SECRET, Session, carried_secrets, carried_secrets_in_text
 from mwjax.recorder.token_ids import prompt_ids, sampled
 
 FORMAT = "mwjax-call/1"
@@ -111,6 +112,7 @@ class Exchange:
 def as_object(exchange: Exchange, patterns: Sequence[Pattern] = ()) -> dict[str, Any]:
     """The call as the JSON object of its line."""
     hits: set[str] = set()
+    exchange.secrets = [*exchange.secrets, *_carried_secrets(exchange)]
     request = _payload("request", exchange.request, exchange.request_headers, exchange.secrets, patterns, hits)
     response, errors = _response(exchange, patterns, hits)
     left_at_the_end = exchange.stream and not errors and not exchange.response.truncated
@@ -292,6 +294,20 @@ def _opaque(name: str, raw: bytes, hidden: bool) -> dict[str, Any]:
         return {f"{name}_text": codecs.getincrementaldecoder("utf-8")().decode(raw)}
     except ValueError:
         return {f"{name}_base64": base64.b64encode(raw).decode("ascii")}
+
+
+def _carried_secrets(exchange: Exchange) -> list[str]:
+    try:
+        raw = decoded(exchange.request.data(), exchange.request_headers.get("content-encoding", ""))
+    except ValueError:
+        return []
+    if b'"mcp' not in raw:
+        return []
+    try:
+        found = carried_secrets(loads(raw))
+    except ValueError:  # cut off by the size limit, for instance
+        found = carried_secrets_in_text(raw.decode("utf-8", "replace"))
+    return [form for secret in found if len(secret) >= SHORTEST_SECRET for form in (secret, json.dumps(secret)[1:-1])]
 
 
 def _clean(raw: bytes, secrets: Sequence[str]) -> bytes:

@@ -19,7 +19,8 @@ from mwjax.recorder.redaction import pattern
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from mwjax.recorder.proxy import Proxy, Settings
+    from mwjax.recorder.proxy import Proxy
+    from mwjax.recorder.upstream import Settings
 
 REFRESH_SECONDS = 0.5
 
@@ -34,9 +35,8 @@ class Recorded(NamedTuple):
     sessions: int
 
     def summary(self) -> str:
-        lost = f"; {self.lost} not recorded" if self.lost else ""
-        failed = f", {self.failed} failed" if self.failed else ""
-        return f"{self.calls} calls of {self.sessions} sessions in {self.path}{failed}{lost}"
+        lost = f", not recorded {self.lost}" if self.lost else ""
+        return f"{self.path}: calls {self.calls}, sessions {self.sessions}, failed {self.failed}{lost}"
 
 
 def require_http() -> None:
@@ -84,7 +84,7 @@ async def listening(proxy: Proxy, host: str, port: int) -> AsyncIterator[tuple[i
     """Serves while the block runs; gives the port, and the site to stop for new connections. Raises OSError."""
     from aiohttp import web
 
-    from mwjax.recorder.proxy import HEADER_BYTES
+    from mwjax.recorder.upstream import HEADER_BYTES
 
     server = web.Server(
         proxy.handle,
@@ -149,8 +149,10 @@ async def _count(proxy: Proxy) -> None:
     with console.status("waiting for calls") as status:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
-            failed = f", {proxy.log.failed} failed" if proxy.log.failed else ""
-            status.update(f"{proxy.log.written} calls{failed}, {proxy.open} open, {len(proxy.sessions)} sessions")
+            log = proxy.log
+            status.update(
+                f"calls {log.written}, sessions {len(proxy.sessions)}, failed {log.failed}, open {proxy.open}"
+            )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 # In this order: the general names, then those of Codex, Claude Code, LiteLLM and Helicone.
@@ -45,6 +45,8 @@ KEPT_RESPONSE_HEADERS = (
 KEPT_QUERY = ("api-version", "beta")
 SHORTEST_SECRET = 12  # shorter ones are placeholders such as EMPTY, which occur in texts
 
+_CREDENTIAL = re.compile(r"(?i)authorization|api.?key|token|secret|cookie|password")
+_CREDENTIAL_MEMBER = re.compile(rf'(?i)"[^"]*(?:{_CREDENTIAL.pattern[4:]})[^"]*"\s*:\s*"(?:\w+ )?([^"]+)')
 _PREFIX = re.compile(r"/session/([^/?]+)(?=/)")
 
 
@@ -78,6 +80,30 @@ def secrets(headers: Mapping[str, str]) -> list[str]:
     """The credentials in these headers, without the name of their scheme."""
     found = [headers[name].strip() for name in KEY_HEADERS if name in headers]
     return [value.split(None, 1)[-1] for value in found if value]
+
+
+def carried_secrets(payload: Any) -> list[str]:
+    """The credentials for other servers that a request's own payload can hold: those of remote MCP tools."""
+    found: list[str] = []
+    if not isinstance(payload, dict):
+        return found
+    for place in ("tools", "mcp_servers"):
+        entries = payload.get(place)
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict):
+                headers = entry.get("headers")
+                named = {**entry, **(headers if isinstance(headers, dict) else {})}
+                found += [
+                    value.split(None, 1)[-1]
+                    for name, value in named.items()
+                    if isinstance(value, str) and value.strip() and _CREDENTIAL.search(name)
+                ]
+    return found
+
+
+def carried_secrets_in_text(text: str) -> list[str]:
+    """``carried_secrets`` of a payload that is not whole, by the names of members alone."""
+    return _CREDENTIAL_MEMBER.findall(text)
 
 
 def kept(headers: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
