@@ -293,9 +293,11 @@ def test_keys_for_other_servers_in_a_payload_never_reach_the_disk(engines, tmp_p
     tool["headers"] = {"X-Api-Key": "Bearer mcp-secret-9876543210", "Accept": "application/json"}
     server = {"type": "url", "authorization_token": 'quoted-"token"-0123456789'}
     payload = {**RESPONSES, "input": "say oauth-token-0123456789", "tools": [tool], "mcp_servers": [server]}
-    with recording(engines["plain"].url, tmp_path / "cut", max_body_bytes=390) as recorder:
+    size = len(json.dumps(payload))
+    with recording(engines["plain"].url, tmp_path / "cut", max_body_bytes=size - 10) as recorder:
         call(recorder.url, "/v1/responses", payload)
-        assert recorder.calls()[0]["truncated"]["request"] > 390 and "mcp" in recorder.calls()[0]["request_text"]
+        (recorded,) = recorder.calls()
+        assert recorded["truncated"]["request"] == size and "mcp" in recorded["request_text"]
         assert all(secret not in recorder.path.read_text() for secret in ("oauth-token", "mcp-secret"))
     with recording(engines["plain"].url, tmp_path) as recorder:
         call(recorder.url, "/v1/responses", payload)
