@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import yaml
 
-from mwjax.train import checkpoint, load, metrics_log
+from mwjax.train import checkpoint, load, loop, metrics_log
+from tests.test_train_loop import compile_once  # noqa: F401
 from tests.training_runs import configure, write
 
 CLOCK = ("seconds", "tokens_per_second")
-# `mwjax train`, killed by itself some time after the count-th call of a function begins. Empty place: not at all.
+# `mwjax train`, killed by itself some time after the count-th call of a function begins.
 CHILD = """
 import importlib, os, signal, sys, threading, time
 from mwjax import cli
@@ -29,21 +30,20 @@ def kill():
     time.sleep(float(delay))
     os.kill(os.getpid(), signal.SIGKILL)
 
-if place:
-    module, names = place.split(":")
-    *holders, name = names.split(".")
-    holder = importlib.import_module(module)
-    for part in holders:
-        holder = getattr(holder, part)
-    function, calls = getattr(holder, name), [0]
+module, names = place.split(":")
+*holders, name = names.split(".")
+holder = importlib.import_module(module)
+for part in holders:
+    holder = getattr(holder, part)
+function, calls = getattr(holder, name), [0]
 
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == int(count):
-            threading.Thread(target=kill).start()
-        return function(*args, **kwargs)
+def counted(*args, **kwargs):
+    calls[0] += 1
+    if calls[0] == int(count):
+        threading.Thread(target=kill).start()
+    return function(*args, **kwargs)
 
-    setattr(holder, name, counted)
+setattr(holder, name, counted)
 cli.main(["train", *arguments])
 """
 SAVE, ROW, FILE = (
@@ -59,13 +59,20 @@ OVERRIDES = (
 )
 
 
-def train(folder: Path, name: str, place: str = "", count: int = 0, delay: float = 0.0) -> int:
-    """The exit status of a run as a process of its own; negative: the signal that ended it."""
-    config = configure(folder, *OVERRIDES, run_dir=name)
-    (folder / f"{name}.yaml").write_text(load.dump(config))
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+def finish(folder: Path, name: str) -> None:
+    """The run until its end, in this process."""
+    assert loop.run(configure(folder, *OVERRIDES, run_dir=name)).step == 4
+
+
+def train_and_kill(folder: Path, place: str, count: int, delay: float = 0.0) -> int:
+    """The exit status of the run ``killed`` as a process of its own: 0 or the signal that ended it."""
+    (folder / "killed.yaml").write_text(load.dump(configure(folder, *OVERRIDES, run_dir="killed")))
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, place, str(count), str(delay), str(folder / f"{name}.yaml")],
+        [sys.executable, "-c", CHILD, place, str(count), str(delay), str(folder / "killed.yaml")],
         env={**os.environ, **cache},
         capture_output=True,
         text=True,
@@ -98,12 +105,11 @@ def assert_little_is_lost(run: Path) -> None:
 
 def test_a_run_killed_during_a_save_and_between_steps_ends_as_if_it_never_was(tmp_path: Path) -> None:
     write(tmp_path)
-    assert train(tmp_path, "whole") == 0
-    assert train(tmp_path, "killed", SAVE, 2, 0.01) == -signal.SIGKILL
-    assert_little_is_lost(tmp_path / "killed")
-    assert train(tmp_path, "killed", ROW, 2) == -signal.SIGKILL
-    assert_little_is_lost(tmp_path / "killed")
-    assert train(tmp_path, "killed") == 0
+    finish(tmp_path, "whole")
+    for place, count, delay in ((SAVE, 2, 0.01), (ROW, 2, 0.0)):
+        assert train_and_kill(tmp_path, place, count, delay) == -signal.SIGKILL
+        assert_little_is_lost(tmp_path / "killed")
+    finish(tmp_path, "killed")
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
@@ -111,14 +117,14 @@ def test_a_run_killed_during_a_save_and_between_steps_ends_as_if_it_never_was(tm
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_killed_again_and_again_at_random_moments_ends_as_if_it_never_was(tmp_path: Path, seed: int) -> None:
     write(tmp_path)
-    assert train(tmp_path, "whole") == 0
+    finish(tmp_path, "whole")
     rng, killed = random.Random(seed), 0
     for _ in range(8):
         place = rng.choice((SAVE, SAVE, ROW, FILE))
-        status = train(tmp_path, "killed", place, rng.randint(1, 2), rng.choice((0.0, 1.0)) * rng.uniform(0, 0.1))
+        status = train_and_kill(tmp_path, place, rng.randint(1, 2), rng.choice((0.0, 1.0)) * rng.uniform(0, 0.1))
         killed += status != 0
         if (tmp_path / "killed").exists():
             assert_little_is_lost(tmp_path / "killed")
-    assert train(tmp_path, "killed") == 0
+    finish(tmp_path, "killed")
     assert killed >= 3
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
