@@ -218,3 +218,16 @@ def test_a_stopping_recorder_takes_no_new_call(engine, tmp_path):
 def test_direct_calls_break_as_the_tests_say(engine):
     with pytest.raises((RemoteDisconnected, BadStatusLine, ConnectionError)):
         call(engine.url, PATH, CHAT, headers={"x-script": "hang-up"})
+
+
+def test_every_line_is_synced_to_the_disk(engine, tmp_path, monkeypatch):
+    with recording(engine.url, tmp_path) as recorder:
+        journal = recorder.proxy.log._journal
+        sizes, sync = [], journal.sync
+        monkeypatch.setattr(journal, "sync", lambda: (sizes.append(recorder.path.stat().st_size), sync()))
+        call(recorder.url, PATH, CHAT)
+        wait_for(lambda: sizes and sizes[-1] == recorder.path.stat().st_size)
+        for _ in range(5):
+            call(recorder.url, PATH, CHAT)
+    assert sizes[-1] == recorder.path.stat().st_size and len(recorder.calls()) == 6
+    assert len(sizes) <= 8

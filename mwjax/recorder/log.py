@@ -17,6 +17,7 @@ from mwjax.rollouts.journal import Journal
 from mwjax.rollouts.write import as_line
 
 BATCH = 64
+SYNC_SECONDS = 0.05
 
 
 class _Item(NamedTuple):
@@ -27,8 +28,8 @@ class _Item(NamedTuple):
 
 class CallLog:
     """One line per call in ``FOLDER/calls.jsonl``; an existing file is continued. When the future that ``write``
-    returns is done, the line is in the file, whatever becomes of this process, and on its way to the disk; or else
-    ``lost`` counts it and a message on stderr says why. ``failed`` counts the
+    returns is done, the line is in the file, whatever becomes of this process, and within SYNC_SECONDS on its way to
+    the disk; or else ``lost`` counts it and a message on stderr says why. ``failed`` counts the
     written calls that have an error."""
 
     def __init__(self, folder: str, patterns: Sequence[Pattern] = ()) -> None:
@@ -47,7 +48,7 @@ class CallLog:
         self.torn = self._journal.torn
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._unsynced = threading.Event()
-        self._ended = False
+        self._ended = threading.Event()
         self._writing = threading.Thread(target=self._run, name="mwjax-call-log", daemon=True)
         self._syncing = threading.Thread(target=self._sync, name="mwjax-call-log-sync", daemon=True)
         self._writing.start()
@@ -64,10 +65,13 @@ class CallLog:
         """Writes what is left and ends the file."""
         self._queue.put(None)
         self._writing.join()
-        self._ended = True
+        self._ended.set()
         self._unsynced.set()
         self._syncing.join()
-        self._journal.close()
+        try:
+            self._journal.sync()
+        finally:
+            self._journal.close()
 
     def _run(self) -> None:
         more = True
@@ -80,14 +84,16 @@ class CallLog:
             self._unsynced.set()
 
     def _sync(self) -> None:
-        """Apart from the writing, so that no call waits for the disk of the one before."""
-        while not self._ended:
+        """Apart from the writing, so that no call waits for the disk of the one before: a lone call goes to the disk at
+        once, of many the later ones together."""
+        while not self._ended.is_set():
             self._unsynced.wait()
             self._unsynced.clear()
             try:
                 self._journal.sync()
             except RolloutFileError as error:
                 print(f"mwjax: {error}", file=sys.stderr)
+            self._ended.wait(SYNC_SECONDS)
 
     def _append(self, items: list[_Item]) -> None:
         lines = []
