@@ -259,7 +259,8 @@ class _Log:
         self.config, self.made, self.compiled, self.reporter = config, made, compiled, reporter
         self.tracked, self.stop, self.shown = tracked, stop, False
         self.evaluations = _evaluations(config, made, reporter, tracked)
-        self.rate = learning_rate(config.optimizer, made.total)
+        # All at once: a schedule evaluated on a device waits for the step under way.
+        self.rates = np.asarray(jax.vmap(learning_rate(config.optimizer, made.total))(np.arange(made.total)))
         self.pending: tuple[dict[str, Any], Outcome] | None = None
         self.since, self.compiling = time.perf_counter(), 0.0
 
@@ -278,7 +279,7 @@ class _Log:
         self.since, self.compiling = now, self.compiled.seconds
         row |= {key: value for key, value in measured.items() if key not in row}
         row |= {
-            "learning_rate": None if outcome.scalars is None else float(self.rate(row["step"] - 1)),
+            "learning_rate": None if outcome.scalars is None else float(self.rates[row["step"] - 1]),
             "seconds": seconds,
             "tokens_per_second": row["tokens"] / max(seconds, 1e-9),
             "recompiles": self.compiled.recompiles,
