@@ -114,6 +114,29 @@ if service == "queued-resources":
             shutil.move(host, kept)
     sys.exit(0)
 
+def run(script, environment, host):
+    # As on a host: what the script leaves running gets a parent that takes note of its death.
+    if "setsid" not in script:
+        return subprocess.run(["bash", "-c", script], env=environment, cwd=host).returncode
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        return int(os.read(reading, 16))
+    import ctypes
+
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    os.setsid()
+    status = subprocess.run(["bash", "-c", script], env=environment, cwd=host).returncode
+    os.write(writing, str(status).encode())
+    lock.close()
+    for descriptor in (0, 1, 2, writing):
+        os.close(descriptor)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            os._exit(0)
+
 chosen = lambda node: [h for h in hosts(node) if option("worker") in ("all", h.suffix[1:])]
 if (root / "taken").exists():
     fail("ssh: connect to host: Connection timed out", 255)
@@ -137,7 +160,7 @@ for host in chosen(name):
         script = f"({script}) | head -c {size}"
         subprocess.run(["bash", "-c", script], env=environment, cwd=host)
         sys.exit(255)
-    status = subprocess.run(["bash", "-c", script], env=environment, cwd=host).returncode
+    status = run(script, environment, host)
     if status:
         sys.exit(status)
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mwjax import cli
+from mwjax.launch import supervise
 from tests.fake_cloud import Cloud, wait_until
 
 WHERE = ("--zone", "us-east5-a", "--poll", "0.05")
@@ -217,19 +218,20 @@ def test_a_run_that_was_told_to_stop_is_not_taken_for_finished(
     cloud: Cloud, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Both end with status 0; the last words of `mwjax train` tell them apart."""
+    cloud.write("hosts_per_slice.json", 1)
     (tmp_path / "stopped.txt").write_text(summary(5, stopped=True) + "\n")
     (tmp_path / "finished.txt").write_text(summary(10, stopped=False) + "\n")
     job = "if mkdir ran; then cat stopped.txt; else cat finished.txt; fi"
     options = ("--file", "stopped.txt", "--file", "finished.txt")
-    assert launch(cloud, *shell(job), options=options) == 0
+    assert launch(cloud, *shell(job), options=options, tpu="v5p-8") == 0
     said = capsys.readouterr()
     assert [line for line in lines_of(said.out, "0") if "step" in line] == [
         "gs://b/job: step 5 of 10, saved; the same command continues",
         "gs://b/job: step 10 of 10",
     ]
-    assert "the job was interrupted on host 0, 1; restart 1" in said.err
+    assert "the job was interrupted on host 0; restart 1" in said.err
     verbs = cloud.verbs()
-    assert (verbs.count("create"), verbs.count("start")) == (1, 4)  # the machines are still there
+    assert (verbs.count("create"), verbs.count("start")) == (1, 2)  # the machines are still there
 
 
 @pytest.mark.slow
@@ -440,6 +442,8 @@ def test_logs_and_delete(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> No
     capsys.readouterr()
     assert status("launch", "job", *WHERE, "--logs") == 0
     assert lines_of(capsys.readouterr().out, "1") == ["well"]
+    assert launch(cloud, *shell("exit 5")) == 5
+    assert status("launch", "job", *WHERE, "--logs") == 5
     assert status("launch", "job", *WHERE, "--delete") == 0
     assert status("launch", "job", *WHERE, "--delete") == 0
     assert cloud.verbs().count("delete") == 1
@@ -450,3 +454,38 @@ def test_logs_and_delete(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> No
 def test_machines_go_when_the_job_has_ended(cloud: Cloud) -> None:
     assert launch(cloud, *shell("exit 3"), options=("--rm",)) == 3
     assert cloud.verbs()[-1] == "delete"
+
+
+@pytest.mark.slow
+def test_a_host_that_never_answers_again_is_replaced(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "PATIENCE", 3)
+    cloud.fails("--worker=1 .*mwjax-log", "ssh: connect to host 10.0.0.2: No route to host", times=3, status=255)
+    job = 'while [ ! -d "$FAKE_CLOUD/gone" ]; do sleep 0.05; done; echo well'
+    assert launch(cloud, *shell(job)) == 0
+    said = capsys.readouterr()
+    assert "host 1 does not answer (ssh: connect to host 10.0.0.2: No route to host); deleted; restart 1" in said.err
+    assert lines_of(said.out, "1") == ["well"]
+
+
+@pytest.mark.slow
+def test_a_cloud_out_of_reach_touches_nothing(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "PATIENCE", 2)
+    job = 'echo up; touch "$FAKE_CLOUD/offline"; while true; do sleep 0.05; done'
+    monkeypatch.setattr(supervise.cloud, "ATTEMPTS", 1)
+    cloud.fails("mwjax-log", "ssh: Could not resolve hostname", times=99, status=255)
+    found = supervise.cloud.find
+
+    def find(machines: object) -> object:
+        if (cloud.folder / "offline").exists():
+            raise supervise.cloud.CommandFailed(("gcloud",), "no network")
+        return found(machines)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(supervise.cloud, "find", find)
+    assert launch(cloud, *shell(job), options=("--spot",)) == 2
+    assert "cannot be reached (ssh: Could not resolve hostname); the job may go on" in capsys.readouterr().err
+    assert cloud.verbs().count("delete") == cloud.verbs().count("stop") == 0
+    assert log(cloud, "job.0") == "up\n"

@@ -87,7 +87,7 @@ def _to_the_end(job: Job, make_wheel: Callable[[], Wheel], max_restarts: int, po
                 _install(job, wheel, poll)
                 _start(job)
             attached = False
-            end = _follow(job, poll)
+            end = _follow(machines, poll)
         except HostUnreachable as error:
             if not _taken(machines, poll):
                 raise
@@ -122,8 +122,8 @@ def states(machines: Machines) -> dict[Host, str]:
 
 
 def logs(machines: Machines, poll: float) -> int:
-    """Follows what runs until it has ended; no restarts. Returns its exit status."""
-    end = _follow(Job(machines, ()), poll)
+    """Follows what runs until it has ended, and touches nothing. Returns its exit status."""
+    end = _follow(machines, poll, act=False)
     say(end.reason)
     return end.status
 
@@ -252,9 +252,8 @@ def _start(job: Job) -> None:
     on_all(job.machines, job.machines.hosts, remote.start(job))
 
 
-def _follow(job: Job, poll: float) -> End:
-    """Shows the logs until the job has ended on all hosts, or on one in a way that ends it."""
-    machines = job.machines
+def _follow(machines: Machines, poll: float, act: bool = True) -> End:
+    """Shows the logs until the job has ended on all hosts, or, where we may ``act``, on one in a way that ends it."""
     width = max(len(host.label) for host in machines.hosts)
     ended: dict[Host, Ended] = {}
     summaries: dict[Host, re.Match[str]] = {}
@@ -272,9 +271,9 @@ def _follow(job: Job, poll: float) -> End:
             if isinstance(event, Ended):
                 ended[event.host] = event
                 verdict = _verdict(event, summaries.get(event.host))
-                if verdict == "failed":
-                    return _failed(job, event, streams, width, poll)
-                if verdict == "interrupted":
+                if verdict == "failed" and act:
+                    return _failed(machines, event, streams, width, poll)
+                if verdict == "interrupted" and act:
                     leaving = leaving or now + GRACE
             lost = isinstance(event, Dropped) and event.times >= PATIENCE
             if lost or now - looked >= max(poll, 0.0) * 2 or isinstance(event, Dropped):
@@ -283,8 +282,8 @@ def _follow(job: Job, poll: float) -> End:
                 if state not in (cloud.ACTIVE, UNKNOWN):
                     return End("interrupted", 1, f"{machines.name} was taken away ({state})")
             if isinstance(event, Dropped) and lost:
-                if state == UNKNOWN:
-                    raise LaunchError("the cloud cannot be reached; the job goes on, and the same command follows it")
+                if state == UNKNOWN or not act:
+                    raise LaunchError(f"host {event.host.label} cannot be reached ({event.said}); the job may go on")
                 cloud.call(commands.delete(machines))
                 return End("interrupted", 1, f"host {event.host.label} does not answer ({event.said}); deleted")
             if leaving and now > leaving:
@@ -313,13 +312,16 @@ def _together(machines: Machines, ended: dict[Host, Ended], summaries: dict[Host
     hosts = [host.label for host, verdict in verdicts.items() if verdict == "interrupted"]
     if hosts or len(ended) < len(machines.hosts):
         return End("interrupted", 1, f"the job was interrupted on host {', '.join(sorted(hosts))}")
+    failed = [host for host, verdict in verdicts.items() if verdict == "failed"]
+    if failed:
+        status = ended[failed[0]].status or 1
+        return End("failed", status, f"failed: host {failed[0].label} first, with status {status}")
     status = max((event.status or 0 for event in ended.values()), default=0)
     return End("done", status, f"finished on all hosts with status {status}")
 
 
-def _failed(job: Job, event: Ended, streams: Streams, width: int, poll: float) -> End:
-    """One host has failed: stops the others, unless the machines turn out to have been taken away."""
-    machines = job.machines
+def _failed(machines: Machines, event: Ended, streams: Streams, width: int, poll: float) -> End:
+    """One host has failed: stops the others. Its failure may come from machines that were taken away."""
     say(f"host {event.host.label} failed with status {event.status}; stopping the others")
     _stop_quietly(machines, {event.host: event})
     while (rest := streams.next(0.5)) is not None:
