@@ -121,6 +121,7 @@ def test_with_b_zero_the_decoder_is_the_base_bit_for_bit() -> None:
     assert float(a.std()) == pytest.approx((4 * 6) ** -0.5, rel=0.2)  # variance one over what is summed
 
 
+@pytest.mark.slow
 def test_scan_and_remat_change_nothing() -> None:
     with jax.enable_x64(True):
         config, params = adapted(targets=("query", "value", "output", "up"))
