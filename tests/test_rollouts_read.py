@@ -193,3 +193,12 @@ def test_a_pipe_gives_its_rollouts_once() -> None:
         assert [rollout.id for rollout in read(f"/dev/fd/{reader}").rollouts] == ["a", "b"]
     finally:
         os.close(reader)
+
+
+def test_storage_that_needs_a_package_names_it(monkeypatch) -> None:
+    def missing(self, mode):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr("etils.epath.gpath._GPath.open", missing)
+    with pytest.raises(RolloutFileError, match=r"^cannot read gs://bucket/a.jsonl: Please install gcsfs"):
+        read("gs://bucket/a.jsonl")

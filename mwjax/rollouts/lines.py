@@ -80,7 +80,11 @@ def is_pipe(path: epath.PathLike) -> bool:
 
 
 def open_binary(path: epath.PathLike) -> IO[Any]:
-    return epath.Path(path).expanduser().open("rb")
+    """Raises OSError, also where the package for this kind of storage is not installed."""
+    try:
+        return epath.Path(path).expanduser().open("rb")
+    except ImportError as error:
+        raise OSError(str(error)) from None
 
 
 def _chunks(handle: IO[Any]) -> Iterator[bytes]:

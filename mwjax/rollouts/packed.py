@@ -30,7 +30,10 @@ def is_packed(path: epath.PathLike) -> bool:
         raise RolloutFileError(f"cannot read {path}: it is a part of a packed set; give the folder it is in")
     if is_local(path):
         return os.path.isdir(os.path.expanduser(path))
-    return not str(path).endswith((".jsonl", ".json", ".gz", ".zst")) and epath.Path(path).is_dir()
+    try:
+        return not str(path).endswith((".jsonl", ".json", ".gz", ".zst")) and epath.Path(path).is_dir()
+    except ImportError as error:
+        raise file_error("read", path, error) from None
 
 
 @dataclass(frozen=True)
