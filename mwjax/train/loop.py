@@ -308,12 +308,14 @@ class _Log:
         self.since, self.compiling = time.perf_counter(), self.compiled.seconds
 
     def write_card(self) -> None:
-        """The card and the plots as of the rows written so far."""
+        """The card and the plots as of the rows written so far. Their time is not the next step's."""
+        begun = time.perf_counter()
         made, config = self.made, self.config
         rows = metrics_log.read(config.run_dir)
         card.write(config, made.index, made.description, made.digest, made.total, rows, self.evaluations.rows)
         if config.tracking.plots and jax.process_index() == 0:
             curves.draw(config.run_dir, rows, self.evaluations.rows)
+        self.since += time.perf_counter() - begun
 
     def show_rollout(self, step: Step, params: Any, comparison: Comparison, batches: data.StepBatches) -> None:
         """Prints the first rollout of a step token by token, as `debug` lists it."""
