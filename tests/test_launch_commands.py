@@ -92,6 +92,7 @@ def test_a_file_that_is_shipped_may_be_named(config: str) -> None:
         (("a", "--tpu", "v6e-8", "--zone", "z", "--spot", "--reserved", "--", "x"), "exclude each other"),
         (("a", "--zone", "z", "--stop", "--delete"), "one at a time: --stop, --delete"),
         (("a", "--zone", "z", "--stop", "c.yaml"), "--stop takes no command"),
+        (("a", "--zone", "z", "--delete", "--dry-run"), "--delete takes no command, no --xpk and no --dry-run"),
         (("a", "--tpu", "tpu7x-8", "--zone", "z", "--dry-run", "--", "x"), "through GKE only: give --xpk CLUSTER"),
         (("a", "--tpu", "v6e-8", "--zone", "z", "--env", "1=2", "--", "x"), "--env 1=2: expected NAME=VALUE"),
         (

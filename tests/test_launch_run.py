@@ -368,11 +368,12 @@ def log(cloud: Cloud, host: str) -> str:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_the_job_running(cloud: Cloud) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_the_job_running(cloud: Cloud, sent: signal.Signals) -> None:
     first = background(cloud, *shell(LONG))
     wait_until(lambda: log(cloud, "job.0").count("\n") > 3 and log(cloud, "job.1"))
-    first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=20)
+    first.send_signal(sent)
+    _, err = first.communicate(timeout=8)
     assert first.returncode == 130
     assert "left; what runs on the machines goes on" in err
     before = log(cloud, "job.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def carry_out(request: Request) -> int:
         print("\n".join(lines))
         return 0
     try:
-        with _terminated_as_interrupted():
+        with _sigterm_interrupts():
             return supervise.run(
                 todo,
                 lambda: wheel.make(machines.name, request.wheel),
@@ -97,13 +98,13 @@ def _check(request: Request) -> None:
         raise LaunchError(f"one at a time: --{', --'.join(request.actions)}")
     if len(request.capacities) > 1:
         raise LaunchError("--spot and --reserved exclude each other")
-    if request.actions and (request.words or request.xpk):
-        raise LaunchError(f"--{request.actions[0]} takes no command")
+    if request.actions and (request.words or request.xpk or request.dry_run):
+        raise LaunchError(f"--{request.actions[0]} takes no command, no --xpk and no --dry-run")
     if request.xpk and request.capacities:
         raise LaunchError(f"--{request.capacities[0]}: with --xpk, the cluster decides")
 
 
-def _machines(request: Request, slice_: topologies.Slice, slices: int | None = None) -> Machines:
+def _machines(request: Request, slice_: topologies.Slice) -> Machines:
     assert request.zone is not None
     capacity: Capacity = "on-demand"
     if request.capacities:
@@ -112,7 +113,7 @@ def _machines(request: Request, slice_: topologies.Slice, slices: int | None = N
         name=request.name,
         slice=slice_,
         zone=request.zone,
-        slices=slices or request.slices,
+        slices=request.slices,
         project=request.project,
         capacity=capacity,
         runtime=request.runtime,
@@ -171,14 +172,15 @@ def _submit(request: Request, todo: Job, cluster: str) -> int:
     return 0
 
 
-class _terminated_as_interrupted:
-    """While used as a context manager, SIGTERM does what Ctrl-C does."""
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """While the block runs, SIGTERM does what Ctrl-C does."""
 
-    def __enter__(self) -> None:
-        self._before = signal.signal(signal.SIGTERM, self._interrupt)
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import re
+import signal
 import subprocess
 import tempfile
 import threading
@@ -65,7 +68,7 @@ class Streams:
         self._closing.set()
         with self._lock:
             for process in self._running:
-                process.kill()
+                _kill(process)
         for thread in self._threads:
             thread.join(5)
 
@@ -115,7 +118,7 @@ class Streams:
                 if reader.end is not None:
                     break
             if reader.end is not None:
-                process.kill()
+                _kill(process)
             process.stdout.close()
             process.wait()
             with self._lock:
@@ -123,6 +126,12 @@ class Streams:
             errors.seek(0)
             said = errors.read().decode(errors="replace").strip().splitlines()
         return reader.end, said[-1] if said else ""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the client and the ssh it has started, which would keep our pipe open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class LogReader:
