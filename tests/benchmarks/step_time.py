@@ -1,6 +1,7 @@
 """What a gradient step costs under each method, against what its tokens and visible pairs predict.
 
-    python tests/benchmarks/step_time.py [--view 2048] [--rounds 5]
+    python tests/benchmarks/step_time.py [--view 2048] [--rounds 3]       about five minutes on two cores
+    python tests/benchmarks/step_time.py --view 4096 --kinds pop          longer views of one kind
 
 Trees are shaped like the sessions of three kinds of harness, with about four junctions each. Seconds of plain causal
 rows of several lengths, timed in the same rounds with the same attention, are fitted by a * tokens + b * visible pairs;
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,6 +26,7 @@ from mwjax.train.step import StepConfig, gradient_sums
 from mwjax.tree import Batch, RowShape, build, collate, fragments, pack
 
 VOCABULARY, BLOCK = 8192, 256
+KINDS = ("pop", "fold", "offload")
 METHODS = ("naive_compressed", "naive_full", "union", "packed", "logittree", "sdcc")
 
 
@@ -82,7 +85,8 @@ def size(batch: Batch) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--view", type=int, default=2048, help="tokens of a view")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="KIND", help="pop, fold, offload")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     options = parser.parse_args()
@@ -90,7 +94,7 @@ def main() -> None:
     params = jax.jit(model.init, static_argnums=0)(shape, jax.random.key(0))
     rng = np.random.default_rng(0)
     batches = {("plain", f"{n}"): plain(n, rng) for n in (options.view * k // 4 for k in (2, 3, 4, 6, 8))}
-    for kind in ("pop", "fold", "offload"):
+    for kind in options.kinds:
         rollout = session(kind, options.view, rng)
         batches |= {(kind, method): rows([rollout], method) for method in METHODS}
 
@@ -102,7 +106,8 @@ def main() -> None:
         run[name] = functools.partial(compiled, params, batch)
         jax.block_until_ready(run[name]())
     seconds: dict[tuple[str, str], list[float]] = {name: [] for name in run}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
+        print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
         for name, call in run.items():
             start = time.perf_counter()
             jax.block_until_ready(call())

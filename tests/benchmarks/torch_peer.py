@@ -72,8 +72,8 @@ def torch_rows(batch: Batch) -> list[Row]:
         used = weight > 0
         length = int(parent[used].max()) + 1
         wide = [torch.from_numpy(part.astype(np.int64)) for part in (tokens[:length], positions[:length])]
-        edges = [torch.from_numpy(part[used].astype(np.int64)) for part in (parent, target)]
-        made.append(Row(wide[0][None], wide[1][None], *edges, torch.from_numpy(weight[used])))
+        read = [torch.from_numpy(part[used].astype(np.int64)) for part in (parent, target)]
+        made.append(Row(wide[0][None], wide[1][None], *read, torch.from_numpy(weight[used])))
     return made
 
 
