@@ -58,8 +58,8 @@ def test_every_loss_token_once_an_epoch_in_batches_of_one_shape(dataset, method)
             edge_count += int(real.sum())
             seen += zip(edges.rollout[real].tolist(), edges.turn[real].tolist(), edges.index[real].tolist())
         assert batches.denominator == batches.loss_tokens == edge_count
-        assert batches.rollouts <= 5
-        total += batches.rollouts
+        assert len(batches.numbers) <= 5
+        total += len(batches.numbers)
     assert total == len(made)
     assert shapes == {(2, 160, 2, 160)}
     assert len(seen) == len(set(seen)) == index.edges.sum()
@@ -150,7 +150,7 @@ def test_weights_and_advantages_reach_the_edges(dataset):
             np.testing.assert_array_equal(edges.advantage, advantages[edges.rollout] * (edges.weight > 0))
             np.add.at(sums, edges.rollout, edges.weight)
         np.testing.assert_allclose(sums[sums > 0], 1, rtol=1e-5)
-        assert step.denominator == step.rollouts
+        assert step.denominator == len(step.numbers)
 
 
 def test_groups_share_their_prompt(tmp_path):

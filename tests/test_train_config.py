@@ -80,8 +80,8 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         ("optimizer.b2=fast", "optimizer.b2: expected a number, unable to parse string as a number, got 'fast'"),
         ("loss.task=sftt", "did you mean sft?"),
         ("loss.kl=0.1", "loss: kl: without effect on task sft; remove it or choose another task"),
-        ("mesh=3", "mesh: expected a section with the keys mesh.data, got 3"),
-        ("mesh.data=2", "mesh.data (2) must divide data.rows_per_microbatch (1)"),
+        ("mesh=3", "mesh: expected a section with the keys mesh.data, mesh.fsdp, mesh.tensor, mesh.context, got 3"),
+        ("mesh.data=2", "mesh.data times mesh.fsdp (2) must divide data.rows_per_microbatch (1)"),
         ("model.small.vocab_size=5", "model: give exactly one of model.path and model.small"),
     ],
 )

@@ -235,7 +235,7 @@ def test_rollouts_without_a_loss_token_and_weights_that_are_not_finite_are_refus
 
 
 def test_more_devices_than_there_are_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"mesh\.data: 64 devices wanted"):
+    with pytest.raises(ValueError, match=r"mesh data 64 x fsdp 1 x tensor 1 x context 1: 64 devices wanted"):
         loop.run(configure(folder, "mesh.data=64", "data.rows_per_microbatch=64"))
 
 

@@ -108,7 +108,7 @@ def test_unit_means_over_micro_batches_are_those_of_all_at_once(rollouts_file: s
     split, _ = microbatches(rollouts_file, rows=1, length=64)
     made = np.random.default_rng(2).normal(size=(len(split), *split[0].rows.edges.target.shape)).astype(np.float32)
     replies = iter(made)
-    got = unit_log_ratios(lambda rows: next(replies), split, losses.PolicyGradientConfig("gspo", unit=unit))
+    got = unit_log_ratios(lambda rows: next(replies), split, losses.PolicyGradientConfig("gspo", unit=unit), MESH)
     edges = Edges(*(np.stack(columns) for columns in zip(*(batch.rows.edges for batch in split))))
     view = edges.view if unit == "view" else None
     ratio = losses.edge_log_ratio(jnp.asarray(made), edges)

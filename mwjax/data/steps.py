@@ -17,13 +17,14 @@ EdgeWeights = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float]]
 @dataclass(frozen=True, eq=False)
 class StepBatches:
     """One optimiser step. microbatches: this process's rows, as batches of one shape. denominator: what the summed
-    loss of all micro-batches of all processes is divided by. The rest are counts over all processes."""
+    loss of all micro-batches of all processes is divided by. numbers: of the step's rollouts, in the index. The rest
+    are counts over all processes."""
 
     step: int
     epoch: int
     microbatches: tuple[Batch, ...]
     denominator: float
-    rollouts: int
+    numbers: np.ndarray
     loss_tokens: int
     sampled_tokens: int
     rows: int
@@ -129,7 +130,7 @@ class StepSource:
             epoch=epoch,
             microbatches=tuple(batches),
             denominator=denominator,
-            rollouts=len(numbers),
+            numbers=numbers,
             loss_tokens=int(index.edges[numbers].sum()),
             sampled_tokens=int(index.sampled[numbers].sum()),
             rows=len(rows),

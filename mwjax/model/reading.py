@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,19 @@ from mwjax.model.files import DTYPES, EMBEDDING, HEAD, Stored, Tensor, headers, 
 from mwjax.model.hub import CONFIG, local_folder
 
 
-def load(name: os.PathLike[str] | str, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
+def load(
+    name: os.PathLike[str] | str,
+    dtype: Any = jnp.float32,
+    *,
+    shardings: Callable[[ModelConfig, Params], Params] | None = None,
+) -> tuple[ModelConfig, Params]:
     """Read config.json and the weights (one model.safetensors, or shards with an index).
 
     Args:
       name: a folder, a hub id or a folder in object storage; see `mwjax.model.local_folder`.
       dtype: of the parameters, whatever the files hold; None keeps what the files hold.
+      shardings: gives the sharding of every parameter, nested as they are, from the configuration and their shapes;
+        None puts all on the default device. One stacked parameter at a time is held in host memory.
 
     Raises:
       ModelFilesError: files missing or unreadable; or any tensor missing, unexpected, of the wrong shape or dtype: all
@@ -36,7 +43,8 @@ def load(name: os.PathLike[str] | str, dtype: Any = jnp.float32) -> tuple[ModelC
         problems += _misfits(config, stored)
         if problems:
             raise ModelFilesError(name, problems)
-        return config, _read(config, stored, dtype)
+        abstract = abstract_params(config)
+        return config, _read(config, stored, dtype, None if shardings is None else shardings(config, abstract))
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -77,18 +85,22 @@ def _tied_copy(stored: Mapping[str, Stored]) -> list[str]:
     return [f"config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDING}"]
 
 
-def _read(config: ModelConfig, stored: Mapping[str, Stored], dtype: Any) -> Params:
+def _read(config: ModelConfig, stored: Mapping[str, Stored], dtype: Any, shardings: Params | None) -> Params:
     sizes = config.axis_sizes()
     by_path: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in tensors_of(config):
         by_path.setdefault(tensor.path, []).append(tensor)
 
-    def read(path: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(path: Any, abstract: jax.ShapeDtypeStruct, *where: jax.sharding.Sharding) -> jax.Array:
         tensors = by_path[tuple(part.key for part in path)]
         target = jnp.dtype(DTYPES[stored[tensors[0].name].dtype] if dtype is None else dtype)
         array = np.empty((len(tensors), *abstract.shape[-len(tensors[0].declaration.axes) :]), target)
         for slot, tensor in zip(array, tensors):
             slot[...] = tensor.declaration.from_file(read_array(stored[tensor.name], tensor.name), sizes)
-        return jnp.asarray(array.reshape(abstract.shape))
+        array = array.reshape(abstract.shape)
+        if not where:
+            return jnp.asarray(array)
+        return jax.make_array_from_callback(array.shape, where[0], lambda part: array[part])
 
-    return jax.tree_util.tree_map_with_path(read, abstract_params(config))
+    spread = () if shardings is None else (shardings,)
+    return jax.tree_util.tree_map_with_path(read, abstract_params(config), *spread)

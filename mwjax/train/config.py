@@ -25,8 +25,8 @@ class DataConfig(Section):
 
     paths: list[str] = Field(
         min_length=1,
-        description="Files of recorded rollouts (JSON Lines, .gz and .zst too) or folders that mwjax pack-data wrote; one "
-        "path or a list.",
+        description="Files of recorded rollouts (JSON Lines, .gz and .zst too) or folders that mwjax pack-data wrote; "
+        "one path or a list.",
     )
     method: Method = Field(
         default="packed",
@@ -342,9 +342,23 @@ class MeshConfig(Section):
     """How the devices share the work."""
 
     data: Positive = Field(
-        default=1,
-        description="Devices the rows of a micro-batch are spread over; must divide data.rows_per_microbatch.",
+        default=1, description="Devices the rows of a micro-batch are spread over, each with all the weights."
     )
+    fsdp: Positive = Field(
+        default=1,
+        description="Devices rows and weights are spread over; data times fsdp must divide data.rows_per_microbatch.",
+    )
+    tensor: Positive = Field(
+        default=1, description="Devices that share heads, feed-forward width and vocabulary of every row."
+    )
+    context: Positive = Field(
+        default=1,
+        description="Devices that share the positions of a row, for rows too long for one; must divide row lengths.",
+    )
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor * self.context
 
 
 class RunConfig(Section):
@@ -370,17 +384,20 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        if self.data.rows_per_microbatch % self.mesh.data:
-            raise ValueError(
-                f"mesh.data ({self.mesh.data}) must divide data.rows_per_microbatch ({self.data.rows_per_microbatch}): "
-                "every device gets the same number of rows"
-            )
-        rows = self.evaluation.rows_per_batch
-        if rows is not None and rows % self.mesh.data:
-            raise ValueError(f"mesh.data ({self.mesh.data}) must divide evaluation.rows_per_batch ({rows})")
+        spread = self.mesh.data * self.mesh.fsdp
+        rows = {
+            "data.rows_per_microbatch": self.data.rows_per_microbatch,
+            "evaluation.rows_per_batch": self.evaluation.rows_per_batch or spread,
+        }
+        for name, count in rows.items():
+            if count % spread:
+                raise ValueError(
+                    f"mesh.data times mesh.fsdp ({spread}) must divide {name} ({count}): every device gets the same "
+                    "number of rows"
+                )
         self._check_best()
-        if self.debug and self.mesh.data > 1:
-            raise ValueError("debug runs on one device: set mesh.data to 1")
+        if self.debug and self.mesh.devices > 1:
+            raise ValueError("debug runs on one device: set every size of mesh to 1")
         return self
 
     def _check_best(self) -> None:

@@ -3,7 +3,6 @@ exactly the context it was sampled under, on prefix tries, whatever method is tr
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import zlib
@@ -18,12 +17,11 @@ from jax.sharding import Mesh
 
 from mwjax import data
 from mwjax.losses.masking import active, only
-from mwjax.model.attention.sharded import on_mesh
 from mwjax.train import metrics_log
 from mwjax.train.config import EvaluationConfig, RunConfig
 from mwjax.train.exact import ROUND_TO
-from mwjax.train.mesh import by_rows, place, replicated
-from mwjax.train.step import Params, StepConfig, logprobs
+from mwjax.train.mesh import WHOLE, Share, leads, place_rows, replicated
+from mwjax.train.step import Params, StepConfig, logprobs, on_mesh
 from mwjax.tree import Rows, RowShape
 
 # Longer than anything, and not allocated: to measure contexts before their row is chosen.
@@ -47,7 +45,7 @@ class HeldOut:
     contents: str
 
 
-def scan(config: RunConfig, vocab_size: int, progress: Scan | None = None) -> HeldOut | None:
+def scan(config: RunConfig, vocab_size: int, progress: Scan | None = None, share: Share = WHOLE) -> HeldOut | None:
     """The held-out rollouts of ``config.evaluation``; None where it names none. Reads them twice: the first time to
     find the longest context.
 
@@ -73,7 +71,7 @@ def scan(config: RunConfig, vocab_size: int, progress: Scan | None = None) -> He
             f"evaluation.paths: none of the {len(index.ids)} rollouts in {', '.join(wanted.paths)} has a trainable "
             "turn that sampled a token"
         )
-    source = data.StepSource(index, process=jax.process_index(), processes=jax.process_count())
+    source = data.StepSource(index, process=share.part, processes=share.parts)
     return HeldOut(index, source, tokens, f"{zlib.crc32(np.sort(index.contents).tobytes()):08x}")
 
 
@@ -135,8 +133,7 @@ def build(held: HeldOut, config: StepConfig, mesh: Mesh, sampled_the_data: bool)
     ``tokens``, ``logdiff_mean`` and ``logdiff_max_token`` (None unless ``sampled_the_data`` and log-probs
     were recorded), ``rollouts``, ``refused``, ``contents`` and ``seconds``; or None if ``go_on`` said no.
     """
-    if mesh.size > 1 and isinstance(config.attention, str):
-        config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
+    config = on_mesh(config, mesh)
     steps = held.source.steps_in(1)
 
     def evaluate_batch(params: Params, total: Sums, rows: Rows) -> Sums:
@@ -153,11 +150,10 @@ def build(held: HeldOut, config: StepConfig, mesh: Mesh, sampled_the_data: bool)
     def evaluate(params: Params, go_on: Callable[[int, int], bool]) -> dict[str, Any] | None:
         begun = time.perf_counter()
         zero = np.float32(0)
-        total: Any = place((zero, np.int32(0), zero, zero), replicated(mesh))
-        total = Sums(*total)
+        total = Sums(*jax.device_put((zero, np.int32(0), zero, zero), replicated(mesh)))
         for batches in data.iterate_steps(held.source, 0, steps):
             for batch in batches.microbatches:
-                before, total = total, add(params, total, place(batch.rows, by_rows(mesh)))
+                before, total = total, add(params, total, place_rows(batch.rows, mesh))
                 jax.block_until_ready(before)  # one batch ahead, not all of them
             if not go_on(batches.step + 1, steps):
                 return None
@@ -189,10 +185,12 @@ class Evaluations:
         held: HeldOut | None,
         evaluate: Evaluate | None,
         show: Callable[[Mapping[str, Any]], None],
+        begun: int | None = None,
     ) -> None:
-        """evaluate: what `build` made for ``held``; show: is given every new row of ``evaluation.jsonl``."""
+        """evaluate: what `build` made for ``held``; show: is given every new row of ``evaluation.jsonl``; begun: the
+        step the run goes on from, rows of later ones do not count."""
         self.config, self.total, self.held, self.evaluate, self.show = config, total, held, evaluate, show
-        self.rows = metrics_log.read(config.run_dir, metrics_log.EVALUATION)
+        self.rows = metrics_log.read(config.run_dir, metrics_log.EVALUATION, begun)
 
     @property
     def newest(self) -> dict[str, Any] | None:
@@ -212,7 +210,7 @@ class Evaluations:
             return
         row = {"step": step, **found}
         self.rows.append(row)
-        if jax.process_index() == 0:
+        if leads():
             metrics_log.append(self.config.run_dir, row, metrics_log.EVALUATION)
         self.show(row)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -39,11 +39,17 @@ def fill_old_logprobs(
     shape: RowShape,
     rows_per_batch: int,
     score: Callable[[Rows], np.ndarray],
+    numbers: Sequence[int] | None = None,
 ) -> None:
     """Writes ``old_logprob`` of every edge of ``microbatches``, in place: ``score`` of the same sampled token (same
-    rollout, turn and index) under its exact prefix. ``score`` gives the log-probs [B, E] of some rows' edges."""
+    rollout, turn and index) under its exact prefix. ``score`` gives the log-probs [B, E] of some rows' edges.
+
+    numbers: the rollouts to score; None: those of ``microbatches``. Where several processes share the work, each has
+    other micro-batches, but all must score the same rows.
+    """
     wanted = [batch.rows.edges for batch in microbatches]
-    numbers = sorted({int(n) for edges in wanted for n in np.unique(edges.rollout[edges.weight != 0])})
+    if numbers is None:
+        numbers = sorted({int(n) for edges in wanted for n in np.unique(edges.rollout[edges.weight != 0])})
     keys, values = [], []
     for batch in batches(index, numbers, shape, rows_per_batch):
         active = batch.rows.edges.weight != 0

@@ -109,9 +109,7 @@ def _best(run_dir: epath.Path) -> int:
     file = metrics_log.FILE if by == "loss" else metrics_log.EVALUATION
     return checkpoint.best(
         run_dir,
-        metrics_log.scores(
-            metrics_log.read(run_dir, file)
-        ),
+        metrics_log.scores(metrics_log.read(run_dir, file)),
     )
 
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -34,11 +34,11 @@ from mwjax.train import (
 )
 from mwjax.train.checkpoint import Checkpoints
 from mwjax.train.config import RunConfig
-from mwjax.train.mesh import by_rows, make_mesh, place, replicated
+from mwjax.train.mesh import WHOLE, leads, make_mesh, on_every_process, place_rows, share
 from mwjax.train.optimizer import learning_rate, optimizer
 from mwjax.train.progress import Reporter, measuring
 from mwjax.train.recompiles import CompileCounter
-from mwjax.train.step import COMPILED, Step, build
+from mwjax.train.step import COMPILED, Step, build, parameter_shardings
 from mwjax.train.stop import StopOnSignal
 from mwjax.train.update import Comparison, Outcome, update
 from mwjax.tree import EXACT_METHODS, Batch, Rows, collate
@@ -112,21 +112,21 @@ class _Prepared:
 
 def _prepare(config: RunConfig) -> _Prepared:
     mesh = make_mesh(config.mesh)
-    shape, params = setup.decoder(config.model)
+    shape, params = setup.decoder(config.model, mesh)
     _, base = model.split_params(params, model.adapter_names(shape))
     digest, description = state.weights_digest(base), setup.describe(config.model, shape, params)
     index = data.scan(config.data.paths, setup.layout(config), vocab_size=shape.vocab_size, progress=measuring)
-    source = setup.step_source(config, index)
+    source = setup.step_source(config, index, share(mesh))
     total = config.data.steps or source.steps_in(config.data.epochs)
-    held = evaluation.scan(config, shape.vocab_size, measuring)
-    params = jax.device_put(params, replicated(mesh))
+    held = evaluation.scan(config, shape.vocab_size, measuring, share(mesh))
     parts = trainable.split(config.model, shape, params)
     frozen_digest = state.weights_digest(parts.frozen) if parts.frozen else None
     return _Prepared(mesh, shape, *parts, digest, frozen_digest, description, index, source, total, held)
 
 
 def _train(config: RunConfig, made: _Prepared) -> TrainResult:
-    transform, everywhere = optimizer(config.optimizer, made.total), replicated(made.mesh)
+    transform = optimizer(config.optimizer, made.total)
+    placed = parameter_shardings(made.shape, made.mesh, made.params)
     run_dir = epath.Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total, made.frozen_digest)
@@ -134,18 +134,19 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
     # Signals are caught until the last checkpoint is written.
     with StopOnSignal() as stop, Checkpoints(run_dir, fingerprint, kept.keep, kept.best) as checkpoints:
         averaged = setup.averages_teacher(config)
-        template = state.abstract(made.params, transform, everywhere, averaged=averaged)
+        template = state.abstract(made.params, transform, placed, averaged=averaged)
         restored = checkpoints.restore_newest(template)
         begun = restored.step if restored else 0
-        current = restored.state if restored else state.create(made.params, transform, everywhere, averaged=averaged)
+        current = restored.state if restored else state.create(made.params, transform, placed, averaged=averaged)
         initial = made.params if setup.compares_with_initial(config) else None
         if initial is None:
             _free(made.params)
         changed = load.changes(run_dir / "config.yaml", config, setup.FREE_ON_RESUME) if restored else []
-        load.write(config, run_dir / "config.yaml")
+        if leads():
+            load.write(config, run_dir / "config.yaml")
         if made.frozen_digest is not None:
             frozen.save(run_dir, made.frozen, made.frozen_digest)
-        for file in (metrics_log.FILE, metrics_log.EVALUATION):
+        for file in (metrics_log.FILE, metrics_log.EVALUATION) if leads() else ():
             metrics_log.truncate(run_dir, begun, file)
         with (
             Reporter(made.total, begun, config.log_every) as reporter,
@@ -153,7 +154,7 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
             CompileCounter((*COMPILED, evaluation.COMPILED)) as compiled,
         ):
             _announce(reporter, config, made, begun, restored.damaged if restored else (), changed)
-            log = _Log(config, made, compiled, reporter, tracked, stop)
+            log = _Log(config, made, compiled, reporter, tracked, stop, begun)
             log.write_card()
             log.evaluate(begun, current.params)
             done = begun
@@ -163,14 +164,13 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
                 done = _steps(config, made, step, comparison, current, checkpoints, log, stop)
             elif begun:
                 log.write_card()
-    rows = metrics_log.read(run_dir)
     return TrainResult(
         run_dir=config.run_dir,
         step=done,
         total=made.total,
         refused=len(made.index.refused) + (len(made.held.index.refused) if made.held else 0),
         stopped=done < made.total,
-        last=rows[-1] if rows else None,
+        last=log.rows[-1] if log.rows else None,
     )
 
 
@@ -206,7 +206,16 @@ def _steps(
             log.show_rollout(step, current.params, comparison, batches)
         with debug.naming(batches.step + 1):
             current, outcome = update(
-                step, current, batches.microbatches, batches.denominator, loss, comparison, made.mesh, weight
+                step,
+                current,
+                batches.microbatches,
+                batches.denominator,
+                loss,
+                comparison,
+                made.mesh,
+                weight,
+                loss_tokens=batches.loss_tokens,
+                numbers=batches.numbers.tolist(),
             )
         log.add(batches, outcome, weight if distils else None)
         done = batches.step + 1
@@ -216,7 +225,7 @@ def _steps(
         if done == made.total or stopping or (every and done % every == 0):
             log.flush()  # and stop here if the loss is not finite: such weights are not worth keeping
             by = config.checkpoint
-            checkpoints.save(done, current, metrics_log.scores(config.run_dir, by.best_by) if by.best else {})
+            checkpoints.save(done, current, log.scores(by.best_by) if by.best else {})
             log.write_card()
         if stopping:
             break
@@ -235,10 +244,10 @@ def _comparison(config: RunConfig, made: _Prepared, initial: Any, step: Step) ->
     shape = exact.row_shape(made.index, layout.shape.length)
 
     def score(rows: Rows) -> np.ndarray:
-        return np.asarray(step.score_exact(initial, place(rows, by_rows(made.mesh))))
+        return on_every_process(step.score_exact(initial, place_rows(rows, made.mesh, WHOLE)), made.mesh)
 
-    def fill(microbatches: Sequence[Batch]) -> None:
-        exact.fill_old_logprobs(microbatches, made.index, shape, layout.rows_per_microbatch, score)
+    def fill(microbatches: Sequence[Batch], numbers: Sequence[int] | None) -> None:
+        exact.fill_old_logprobs(microbatches, made.index, shape, layout.rows_per_microbatch, score, numbers)
 
     return Comparison(initial, reference, own_rows, fill)
 
@@ -255,10 +264,12 @@ class _Log:
         reporter: Reporter,
         tracked: trackers.Trackers,
         stop: StopOnSignal,
+        begun: int,
     ) -> None:
         self.config, self.made, self.compiled, self.reporter = config, made, compiled, reporter
         self.tracked, self.stop, self.shown = tracked, stop, False
-        self.evaluations = _evaluations(config, made, reporter, tracked)
+        self.evaluations = _evaluations(config, made, reporter, tracked, begun)
+        self.rows = metrics_log.read(config.run_dir, until=begun)
         # All at once: a schedule evaluated on a device waits for the step under way.
         self.rates = np.asarray(jax.vmap(learning_rate(config.optimizer, made.total))(np.arange(made.total)))
         self.pending: tuple[dict[str, Any], Outcome] | None = None
@@ -284,7 +295,9 @@ class _Log:
             "tokens_per_second": row["tokens"] / max(seconds, 1e-9),
             "recompiles": self.compiled.recompiles,
         }
-        metrics_log.append(self.config.run_dir, row)
+        self.rows.append(row)
+        if leads():
+            metrics_log.append(self.config.run_dir, row)
         self.reporter.step(row)
         self.tracked.add("train", row)
         for name in ("loss", "gradient_norm"):
@@ -307,14 +320,19 @@ class _Log:
         self.evaluations.add(step, model.join_params(params, self.made.frozen), go_on)
         self.since, self.compiling = time.perf_counter(), self.compiled.seconds
 
+    def scores(self, name: Literal["loss", "evaluation_loss"]) -> dict[int, float]:
+        """What checkpoints are ranked by, of all steps so far."""
+        return metrics_log.scores(self.rows if name == "loss" else self.evaluations.rows)
+
     def write_card(self) -> None:
         """The card and the plots as of the rows written so far. Their time is not the next step's."""
         begun = time.perf_counter()
-        made, config = self.made, self.config
-        rows = metrics_log.read(config.run_dir)
-        card.write(config, made.index, made.description, made.digest, made.total, rows, self.evaluations.rows)
-        if config.tracking.plots and jax.process_index() == 0:
-            curves.draw(config.run_dir, rows, self.evaluations.rows)
+        made, config, evaluated = self.made, self.config, self.evaluations.rows
+        if not leads():
+            return
+        card.write(config, made.index, made.description, made.digest, made.total, self.rows, evaluated)
+        if config.tracking.plots:
+            curves.draw(config.run_dir, self.rows, evaluated)
         self.since += time.perf_counter() - begun
 
     def show_rollout(self, step: Step, params: Any, comparison: Comparison, batches: data.StepBatches) -> None:
@@ -324,10 +342,10 @@ class _Log:
         if number is None:
             return
         if comparison.exact is not None:
-            comparison.exact(microbatches)
+            comparison.exact(microbatches, batches.numbers.tolist())
 
         def score(params: Any, rows: Rows) -> np.ndarray:
-            return np.asarray(step.score(params, place(rows, by_rows(made.mesh))))
+            return on_every_process(step.score(params, place_rows(rows, made.mesh)), made.mesh)
 
         old = functools.partial(score, comparison.initial) if comparison.own_rows else None
         items = debug.listing(microbatches, number, functools.partial(score, params), old)
@@ -338,7 +356,7 @@ class _Log:
 
 
 def _evaluations(
-    config: RunConfig, made: _Prepared, reporter: Reporter, tracked: trackers.Trackers
+    config: RunConfig, made: _Prepared, reporter: Reporter, tracked: trackers.Trackers, begun: int
 ) -> evaluation.Evaluations:
     def show(row: Mapping[str, Any]) -> None:
         reporter.evaluated(row)
@@ -348,7 +366,7 @@ def _evaluations(
     if made.held is not None:
         settings = setup.step_config(config, made.shape)
         evaluate = evaluation.build(made.held, settings, made.mesh, config.model.sampled_the_data)
-    made_of = evaluation.Evaluations(config, made.total, made.held, evaluate, show)
+    made_of = evaluation.Evaluations(config, made.total, made.held, evaluate, show, begun)
     _refusals(reporter, "held out, refused", made.held.index.refused if made.held else ())
     for note in made_of.notes(made.index.ids):
         reporter.say(note)
@@ -360,7 +378,7 @@ def _planned(batches: data.StepBatches, index: data.Index, sdcc_lambda: float | 
     row: dict[str, Any] = {
         "step": batches.step + 1,
         "epoch": batches.epoch,
-        "rollouts": batches.rollouts,
+        "rollouts": len(batches.numbers),
         "rows": batches.rows,
         "microbatches": len(batches.microbatches),
         "tokens": batches.row_tokens,

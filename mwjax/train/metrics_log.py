@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from etils import epath
 
@@ -22,8 +22,8 @@ def append(run_dir: epath.PathLike, row: Mapping[str, Any], file: str = FILE) ->
         out.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
 
 
-def read(run_dir: epath.PathLike, file: str = FILE) -> list[dict[str, Any]]:
-    """All rows; a last line that a killed run left half written is not one."""
+def read(run_dir: epath.PathLike, file: str = FILE, until: int | None = None) -> list[dict[str, Any]]:
+    """All rows, or those of steps up to ``until``; a last line that a killed run left half written is not one."""
     path = epath.Path(run_dir) / file
     if not path.exists():
         return []
@@ -33,12 +33,12 @@ def read(run_dir: epath.PathLike, file: str = FILE) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return rows
+    return [row for row in rows if until is None or row["step"] <= until]
 
 
-def scores(run_dir: epath.PathLike, name: Literal["loss", "evaluation_loss"]) -> dict[int, float]:
-    """Step -> its training loss, or the loss on held-out rollouts of the weights after it; lower is better."""
-    rows = read(run_dir, FILE if name == "loss" else EVALUATION)
+def scores(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Step -> loss, of the rows that have one: a step's training loss, or the loss on held-out rollouts of the weights
+    after it. Lower is better."""
     return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
 
 
@@ -46,8 +46,7 @@ def truncate(run_dir: epath.PathLike, step: int, file: str = FILE) -> None:
     """Keeps the rows of steps up to ``step``: what followed is about to be computed again."""
     path = epath.Path(run_dir) / file
     if path.exists():
-        kept = [row for row in read(run_dir, file) if row["step"] <= step]
-        whole_file.write(path, "".join(json.dumps(row) + "\n" for row in kept))
+        whole_file.write(path, "".join(json.dumps(row) + "\n" for row in read(run_dir, file, step)))
 
 
 def _finite(value: Any) -> Any:

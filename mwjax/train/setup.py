@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mwjax import data, losses, model
 from mwjax.losses.advantages import Aggregation
 from mwjax.train import load, trainable
 from mwjax.train.config import LossConfig, ModelSection, RunConfig, SmallModel
-from mwjax.train.step import StepConfig
+from mwjax.train.mesh import WHOLE, Share
+from mwjax.train.step import StepConfig, on_mesh, parameter_shardings
 from mwjax.tree import RowShape
 
 # Options that change neither the order of the data nor any number beyond rounding: a run may be continued with others.
@@ -27,6 +29,7 @@ FREE_ON_RESUME = (
     "data.workers",
     "data.epochs",
     "data.steps",
+    "data.rows_per_microbatch",
     "model.path",
     "model.attention",
     "model.remat",
@@ -45,15 +48,17 @@ MODEL_CONFIG = "model.config."  # what the keys of config.json begin with in a f
 FROZEN_WEIGHTS = "model (frozen weights)"
 
 
-def decoder(config: ModelSection) -> tuple[model.ModelConfig, Any]:
-    """The decoder's configuration and parameters, read from its folder or made from its seed; adapters joined, and in
-    the types that `trainable.stored` says (float32 where nothing is frozen).
+def decoder(config: ModelSection, mesh: Mesh | None = None) -> tuple[model.ModelConfig, Any]:
+    """The decoder's configuration and its parameters on a mesh (None: on one device), read from its folder or made from
+    its seed; adapters joined, and in the types that `trainable.stored` says (float32 where nothing is frozen).
 
-    Raises ValueError where weights are not finite, and for names in ``model.frozen`` that do not exist."""
-    shape, params = _base(config)
+    Raises ValueError where weights are not finite, the mesh does not divide the decoder, and for names in
+    ``model.frozen`` that do not exist."""
+    shape, params = _base(config, mesh)
     if config.lora is not None:
         shape = dataclasses.replace(shape, lora=_lora(config.lora.model_dump()))
-        adapters = jax.jit(model.init_adapters, static_argnums=0)(shape, jax.random.key(config.lora.seed))
+        init = functools.partial(model.init_adapters, shape)
+        adapters = _made(init, shape, mesh, config.lora.seed)
         params = model.join_params(params, adapters)
     return shape, trainable.stored(config, shape, params)
 
@@ -62,15 +67,28 @@ def _lora(values: Mapping[str, Any]) -> model.LoRA:
     return model.LoRA(values["rank"], values["alpha"], tuple(values["targets"]))
 
 
-def _base(config: ModelSection) -> tuple[model.ModelConfig, Any]:
+def _base(config: ModelSection, mesh: Mesh | None) -> tuple[model.ModelConfig, Any]:
     if config.path is not None:
         # Frozen weights are not widened on the way.
-        loaded = model.load(config.path, jnp.float32 if config.frozen_dtype == "float32" else None)
+        dtype = jnp.float32 if config.frozen_dtype == "float32" else None
+        loaded = model.load(config.path, dtype, shardings=None if mesh is None else functools.partial(_placed, mesh))
         _check_finite(config.path, loaded[1])
         return loaded
     assert config.small is not None  # the configuration has one of the two
     shape = _small(config.small)
-    return shape, jax.jit(model.init, static_argnums=0)(shape, jax.random.key(config.small.seed))
+    return shape, _made(functools.partial(model.init, shape), shape, mesh, config.small.seed)
+
+
+def _made(init: Callable[[jax.Array], Any], shape: model.ModelConfig, mesh: Mesh | None, seed: int) -> Any:
+    """Random parameters, each made where it lies."""
+    key = jax.random.key(seed)
+    placed = None if mesh is None else _placed(mesh, shape, jax.eval_shape(init, key))
+    return jax.jit(init, out_shardings=placed)(key)
+
+
+def _placed(mesh: Mesh, shape: model.ModelConfig, params: Any) -> Any:
+    on_mesh(StepConfig(shape), mesh)  # raises where the mesh does not fit
+    return parameter_shardings(shape, mesh, params)
 
 
 def _check_finite(path: str, params: Any) -> None:
@@ -160,8 +178,9 @@ def aggregation(config: LossConfig) -> Aggregation:
     return "token_mean_global" if config.task == "sft" else losses.RECIPES[config.task].aggregation
 
 
-def step_source(config: RunConfig, index: data.Index) -> data.StepSource:
-    """Random access to the batches of the run. Raises LossError where rewards, options or loss tokens are missing."""
+def step_source(config: RunConfig, index: data.Index, share: Share = WHOLE) -> data.StepSource:
+    """Random access to the batches of the run, of each the share of its rows. Raises LossError where rewards, options
+    or loss tokens are missing."""
     settings, kind = config.loss, aggregation(config.loss)
     if not index.edges.any():
         raise losses.LossError(
@@ -175,8 +194,8 @@ def step_source(config: RunConfig, index: data.Index) -> data.StepSource:
         seed=config.data.seed,
         advantages=None if settings.task == "sft" else _advantages(settings, index),
         edge_weights=functools.partial(losses.edge_weights, kind=kind, tokens_per_rollout=settings.tokens_per_rollout),
-        process=jax.process_index(),
-        processes=jax.process_count(),
+        process=share.part,
+        processes=share.parts,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 class TrainState(NamedTuple):
@@ -22,19 +23,41 @@ class TrainState(NamedTuple):
 
 
 def create(
-    params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding, *, averaged: bool = False
+    params: Any, optimizer: optax.GradientTransformation, sharding: Any, *, averaged: bool = False
 ) -> TrainState:
-    """A state before the first update, every leaf placed by ``sharding``. The state owns its arrays: the update may
-    donate them, so ``params`` is copied; ``averaged``: once more, as the teacher."""
-    return jax.jit(lambda params: _start(params, optimizer, averaged), out_shardings=sharding)(params)
+    """A state before the first update. The state owns its arrays: the update may donate them, so ``params`` is copied;
+    ``averaged``: once more, as the teacher. sharding: one for all, or nested as ``params``; see `shardings`."""
+    placed = shardings(params, optimizer, sharding, averaged=averaged)
+    return jax.jit(lambda params: _start(params, optimizer, averaged), out_shardings=placed)(params)
 
 
 def abstract(
-    params: Any, optimizer: optax.GradientTransformation, sharding: jax.sharding.Sharding, *, averaged: bool = False
+    params: Any, optimizer: optax.GradientTransformation, sharding: Any, *, averaged: bool = False
 ) -> TrainState:
     """Shapes, dtypes and shardings of ``create``'s result: the template a checkpoint is restored into."""
     shapes = jax.eval_shape(lambda params: _start(params, optimizer, averaged), params)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+    placed = shardings(params, optimizer, sharding, averaged=averaged)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed
+    )
+
+
+def shardings(
+    params: Any, optimizer: optax.GradientTransformation, sharding: Any, *, averaged: bool = False
+) -> TrainState:
+    """Where every leaf of a state lies. ``sharding``: one for all leaves, or nested as ``params``; then what the
+    optimiser keeps of a parameter lies as the parameter does, and everything else on all devices."""
+    shapes = jax.eval_shape(lambda params: _start(params, optimizer, averaged), params)
+    if isinstance(sharding, jax.sharding.Sharding):
+        return jax.tree.map(lambda _: sharding, shapes)
+    by_path = dict(jax.tree_util.tree_leaves_with_path(sharding))
+    everywhere = NamedSharding(next(iter(by_path.values())).mesh, PartitionSpec())
+
+    def of(path: tuple[Any, ...], _: Any) -> NamedSharding:
+        # What optax keeps of a parameter stands at the end of a path under the parameter's own.
+        return next((by_path[path[start:]] for start in range(len(path)) if path[start:] in by_path), everywhere)
+
+    return jax.tree_util.tree_map_with_path(of, shapes)
 
 
 def _start(params: Any, optimizer: optax.GradientTransformation, averaged: bool) -> TrainState:

@@ -1,7 +1,7 @@
 """One optimiser step in pure functions: gradient sums over fixed-shape micro-batches, one division, one update.
 
-Each function compiles once. Rows are spread over the mesh axis ``data`` and parameters are on every device: the
-partitioner adds the sums over devices, so that nothing depends on how rows are spread.
+Each function compiles once. On a mesh, rows, positions, parameters and vocabulary are spread as `mwjax.model.sharding`
+says, and sums over devices are part of the functions: no number depends on how the work is spread, beyond rounding.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding
 
 from mwjax import losses, model
 from mwjax.losses import Metrics
+from mwjax.model import sharding
 from mwjax.model.attention import check_platform
-from mwjax.model.attention.sharded import on_mesh
-from mwjax.train.mesh import by_rows, replicated
+from mwjax.train.mesh import replicated
 from mwjax.train.optimizer import schedule_on
 from mwjax.train.state import TrainState
+from mwjax.train.state import shardings as state_shardings
 from mwjax.tree import Batch, Rows
 
 Params = Any
@@ -34,7 +36,7 @@ Params = Any
 class StepConfig:
     """Static choices of a step. ``sdcc`` says whether the distillation term exists at all (False: teacher and pairs of
     a batch are never looked at); ``ema_decay`` is that of its averaged teacher (None: the teacher is the student);
-    ``dtype`` is that of the activations; the others are `model.forward`'s."""
+    ``dtype`` is that of the activations; the others are `model.forward`'s. ``mesh``: None for one device."""
 
     model: model.ModelConfig
     loss: losses.LossConfig = field(default_factory=losses.LossConfig)
@@ -44,6 +46,7 @@ class StepConfig:
     dtype: str = "float32"
     remat: str = "none"
     scan: bool = True
+    mesh: Mesh | None = None
 
 
 class Total(NamedTuple):
@@ -56,13 +59,14 @@ class Total(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The jitted functions of a step; everything named ``params`` is replicated over the mesh, and is of the trained
-    parameters only: the frozen ones the functions know.
+    """The jitted functions of a step; everything named ``params`` is of the trained parameters only: the frozen ones
+    the functions know.
 
     zero() -> Total; accumulate(params, total, batch, unit_log_ratio, sdcc_lambda, teacher) -> Total (``total`` is
     donated; teacher: `TrainState.teacher`);
     apply(state, total, denominator) -> (state, scalars) (``state`` is donated); skip(state) -> state, one step on
-    without an update; score(params, rows) -> log-probs [B, E] of the edges; score_exact: of rows of another shape.
+    without an update; score(params, rows) -> log-probs [B, E] of the edges, spread as they are; score_exact: of
+    rows of another shape.
     """
 
     zero: Callable[[], Total]
@@ -74,6 +78,25 @@ class Step(NamedTuple):
 
 
 COMPILED = ("zero", "accumulate", "apply", "skip", "score", "score_exact")
+
+
+def on_mesh(config: StepConfig, mesh: Mesh) -> StepConfig:
+    """``config`` for a mesh. Raises ValueError where the mesh does not divide the decoder, and for an attention that
+    does not run on its devices."""
+    if isinstance(config.attention, str):
+        check_platform(config.attention, mesh.devices.flat[0].platform)
+    problems = sharding.misfits(config.model, mesh)
+    if problems:
+        raise ValueError("the mesh does not fit the model: " + "; ".join(problems))
+    return config if mesh.size == 1 else dataclasses.replace(config, mesh=mesh)
+
+
+def parameter_shardings(config: model.ModelConfig, mesh: Mesh, params: Params) -> Params:
+    """Where ``params`` (all of a decoder's parameters, or some) lie on a mesh, nested as they are."""
+    if mesh.size == 1:
+        return jax.tree.map(lambda _: replicated(mesh), params)
+    whole = sharding.shardings(model.logical_axes(config), mesh)
+    return model.split_params(whole, set(flatten_dict(params, sep=".")))[0]
 
 
 def hidden_states(params: Params, rows: Rows, config: StepConfig) -> jax.Array:
@@ -88,6 +111,8 @@ def hidden_states(params: Params, rows: Rows, config: StepConfig) -> jax.Array:
         dtype=config.dtype,
         remat=config.remat,
         scan=config.scan,
+        index=None if rows.index is None else jnp.asarray(rows.index),
+        mesh=config.mesh,
     )
 
 
@@ -120,6 +145,7 @@ def loss_sums(
         teacher=taught,
         sdcc_lambda=sdcc_lambda,
         unit_log_ratio=unit_log_ratio,
+        mesh=config.mesh,
     )
 
 
@@ -133,7 +159,7 @@ def gradient_sums(
     frozen: Params = None,
     teacher: Params = None,
 ) -> Total:
-    """Numerator, metric sums and the numerator's gradient with respect to ``params`` of one micro-batch on one device.
+    """Numerator, metric sums and the numerator's gradient with respect to ``params`` of one micro-batch.
 
     frozen: the decoder's other parameters; teacher: as ``params``, see `loss_sums`.
     """
@@ -159,6 +185,7 @@ def logprobs(params: Params, rows: Rows, config: StepConfig) -> jax.Array:
         jnp.asarray(edges.target),
         temperature,
         vocab_chunk=config.loss.vocab_chunk,
+        mesh=config.mesh,
     ).logprob
 
 
@@ -171,17 +198,17 @@ def build(
     frozen: Params = None,
 ) -> Step:
     """The step functions. ``params`` (what is trained) and ``example`` give shapes only (arrays or
-    ``jax.ShapeDtypeStruct``); ``frozen`` are the decoder's other parameters, placed as ``params`` will be."""
+    ``jax.ShapeDtypeStruct``); ``frozen`` are the decoder's other parameters, where `parameter_shardings` says.
+
+    Raises ValueError as `on_mesh`.
+    """
     frozen = {} if frozen is None else frozen
-    if isinstance(config.attention, str):
-        check_platform(config.attention, mesh.devices.flat[0].platform)
-        if mesh.size > 1:
-            config = dataclasses.replace(config, attention=on_mesh(config.attention, mesh))
     # As an array: a Python 0 would be the static branch without the distillation term's metrics.
-    no_weight = np.float32(0)
+    no_weight, alone = np.float32(0), config
     shapes = jax.eval_shape(
-        lambda f, p, b, w: gradient_sums(p, b, config, sdcc_lambda=w, frozen=f), frozen, params, example, no_weight
+        lambda f, p, b, w: gradient_sums(p, b, alone, sdcc_lambda=w, frozen=f), frozen, params, example, no_weight
     )
+    config = on_mesh(config, mesh)
 
     def zero() -> Total:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -230,12 +257,15 @@ def build(
     def score_exact(frozen: Params, params: Params, rows: Rows) -> jax.Array:
         return logprobs(model.join_params(params, frozen), rows, config)
 
-    everywhere = replicated(mesh)
+    everywhere, by_edge = replicated(mesh), NamedSharding(mesh, sharding.TOKENS)
+    trained = parameter_shardings(config.model, mesh, params)
+    total: Any = (trained, everywhere, everywhere)
+    after = state_shardings(params, optimizer, trained, averaged=config.ema_decay is not None)
     return Step(
-        jax.jit(zero, out_shardings=everywhere),
-        partial(jax.jit(accumulate, donate_argnums=2, out_shardings=everywhere), frozen),
-        jax.jit(apply, donate_argnums=0, out_shardings=everywhere),
-        jax.jit(skip, donate_argnums=0, out_shardings=everywhere),
-        partial(jax.jit(score, out_shardings=by_rows(mesh)), frozen),
-        partial(jax.jit(score_exact, out_shardings=by_rows(mesh)), frozen),
+        jax.jit(zero, out_shardings=Total(*total)),
+        partial(jax.jit(accumulate, donate_argnums=2, out_shardings=Total(*total)), frozen),
+        jax.jit(apply, donate_argnums=0, out_shardings=(after, everywhere)),
+        jax.jit(skip, donate_argnums=0, out_shardings=after),
+        partial(jax.jit(score, out_shardings=by_edge), frozen),
+        partial(jax.jit(score_exact, out_shardings=by_edge), frozen),
     )

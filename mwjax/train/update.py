@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 
 from mwjax import losses
 from mwjax.losses import Metrics, PolicyGradientConfig
-from mwjax.train.mesh import by_rows, place
+from mwjax.train.mesh import on_every_process, place, place_values
 from mwjax.train.state import TrainState
 from mwjax.train.step import Step
 from mwjax.tree import Batch, Edges, Rows
 
 Params = Any
-ExactOld = Callable[[Sequence[Batch]], None]  # writes old_logprob of the edges, in place
+# Writes old_logprob of the edges of some micro-batches, in place; the numbers are those of the step's rollouts.
+ExactOld = Callable[[Sequence[Batch], Sequence[int] | None], None]
 
 
 class Comparison(NamedTuple):
@@ -48,23 +49,31 @@ def update(
     comparison: Comparison,
     mesh: Mesh,
     sdcc_lambda: float = 0.0,
+    *,
+    loss_tokens: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[TrainState, Outcome]:
     """The state after the micro-batches (numpy, this process's rows) of one step. ``state`` is donated.
+
+    loss_tokens, numbers: of the whole step, its loss tokens and its rollouts; where there is one process they may be
+    left to be found in the micro-batches.
 
     A step without any loss token changes nothing but the step count. Raises LossError for edges without what the loss
     needs (a log-prob that was never recorded, say).
     """
-    if denominator == 0 or not any(np.any(batch.rows.edges.weight) for batch in microbatches):
+    if loss_tokens is None:
+        loss_tokens = sum(int(np.count_nonzero(batch.rows.edges.weight)) for batch in microbatches)
+    if denominator == 0 or loss_tokens == 0:
         return step.skip(state), Outcome(None, None)
     if comparison.exact is not None:
-        comparison.exact(microbatches)
+        comparison.exact(microbatches, numbers)
     for batch in microbatches:
         _check(batch.rows.edges, loss, comparison)
-    placed = [_compared(step, place(batch, by_rows(mesh)), comparison) for batch in microbatches]
+    placed = [_compared(step, place(batch, mesh), comparison) for batch in microbatches]
     by_unit: list[Any] = [None] * len(placed)
     if loss.task == "policy_gradient" and loss.policy_gradient.algorithm == "gspo":
-        means = unit_log_ratios(partial(step.score, state.params), placed, loss.policy_gradient)
-        by_unit = place(means, by_rows(mesh))
+        means = unit_log_ratios(partial(step.score, state.params), placed, loss.policy_gradient, mesh)
+        by_unit = [place_values(values, mesh) for values in means]
     total = step.zero()
     for batch, unit_log_ratio in zip(placed, by_unit):
         total = step.accumulate(state.params, total, batch, unit_log_ratio, np.float32(sdcc_lambda), state.teacher)
@@ -98,12 +107,13 @@ def _compared(step: Step, batch: Batch, comparison: Comparison) -> Batch:
 
 
 def unit_log_ratios(
-    score: Callable[[Rows], Any], microbatches: Sequence[Batch], config: PolicyGradientConfig
+    score: Callable[[Rows], Any], microbatches: Sequence[Batch], config: PolicyGradientConfig, mesh: Mesh
 ) -> list[np.ndarray]:
     """GSPO's ``unit_log_ratio`` [B, E] of every micro-batch: an edge's mean log-ratio over its unit (rollout or view)
-    among all of them. ``score`` gives the policy's log-probs [B, E]."""
-    edges: list[Edges] = [jax.device_get(batch.rows.edges) for batch in microbatches]
-    scored = [score(batch.rows) for batch in microbatches]
+    among all of them. ``score`` gives the policy's log-probs [B, E]. Batches are placed on the mesh, B is over all
+    processes."""
+    edges: list[Edges] = [on_every_process(batch.rows.edges, mesh) for batch in microbatches]
+    scored = [on_every_process(score(batch.rows), mesh) for batch in microbatches]
     ratios = [np.asarray(losses.edge_log_ratio(logprob, batch)) for logprob, batch in zip(scored, edges)]
     unit = [e.rollout.astype(np.int64) << 32 | (e.view if config.unit == "view" else 0) for e in edges]
     active = [e.weight != 0 for e in edges]
