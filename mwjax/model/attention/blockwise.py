@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-BLOCK = 256  # measured: 128 is 40 % slower on CPU, 512 17 %
+BLOCK = 256  # CPU, a tree of 5,245 tokens: 512 is a third slower, 128 as fast or up to 5 % slower
 OUTPUT_NAME, LOG_SUM_EXP_NAME = "attention_output", "attention_log_sum_exp"  # for rematerialisation policies
 _NEVER = jnp.iinfo(jnp.int32).max
 
