@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from mwjax.model import attend, forward, init, small_config
 from mwjax.model.attention import block_pairs, check_platform, oracle, pallas, splash
 from mwjax.model.attention.blockwise import visited_blocks
+from mwjax.model.attention.sharded import on_mesh
+from mwjax.model.sharding import make_mesh
 from tests.random_tries import random_trie
 
 BACKENDS = {"pallas": pallas.attend, "splash": splash.attend, "oracle": oracle.attend}
@@ -161,10 +167,9 @@ def test_an_excluded_key_has_exactly_zero_weight():
     node = 30
     hidden = jnp.asarray(~row.visible()[node])[None, :, None, None]
     only = cotangent * (jnp.arange(48) == node)[None, :, None, None]
-    end = jnp.asarray(row.visible_until[None])
-    run = partial(value_and_gradients, query, cotangent=only, visible_until=end, query_index=in_order(1, 48))
-    plain = run(key=key, value=value)
-    loud = run(key=jnp.where(hidden, 1e3 * key, key), value=jnp.where(hidden, 1e15 * value, value))
+    rows = only, jnp.asarray(row.visible_until[None]), in_order(1, 48)
+    plain = value_and_gradients(query, key, value, *rows)
+    loud = value_and_gradients(query, jnp.where(hidden, 1e3 * key, key), jnp.where(hidden, 1e15 * value, value), *rows)
     np.testing.assert_array_equal(plain[0][0, node], loud[0][0, node])
     for quiet_gradient, loud_gradient in zip(plain[1:], loud[1:]):
         np.testing.assert_array_equal(quiet_gradient, loud_gradient)
@@ -228,13 +233,13 @@ def test_pallas_computes_exactly_the_visited_blocks(seed):
     end = jnp.asarray(row.visible_until)
     visited = np.asarray(visited_blocks(end, jnp.arange(block * count), (block, block)))
     assert visited.sum() < count * (count + 1) / 2  # fewer than a causal mask would visit
-    run = partial(value_and_gradients, visible_until=end[None], query_index=in_order(1, block * count), block=block)
+    rows = end[None], in_order(1, block * count)
     for poisoned in range(count):
         where = slice(poisoned * block, (poisoned + 1) * block)
-        output = run(query, key, value.at[:, where].set(jnp.nan), cotangent)[0]
+        output = value_and_gradients(query, key, value.at[:, where].set(jnp.nan), cotangent, *rows)[0]
         np.testing.assert_array_equal(np.isnan(output).all(axis=(0, 2, 3)), np.repeat(visited[:, poisoned], block))
         np.testing.assert_array_equal(np.isnan(output).any(axis=(0, 2, 3)), np.repeat(visited[:, poisoned], block))
-        value_gradient = run(query, key, value, cotangent.at[:, where].set(jnp.nan))[3]
+        value_gradient = value_and_gradients(query, key, value, cotangent.at[:, where].set(jnp.nan), *rows)[3]
         np.testing.assert_array_equal(np.isnan(value_gradient).any(axis=(0, 2, 3)), np.repeat(visited[poisoned], block))
 
 
@@ -269,6 +274,52 @@ def test_rematerialisation_that_keeps_attention_does_not_run_the_forward_kernel_
         assert sorted(kernels) == expected, (remat, kernels)
 
 
+EIGHT_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding
+from mwjax.model import attend
+from mwjax.model.attention.sharded import on_mesh
+from mwjax.model.sharding import HEADS, make_mesh
+from mwjax.tree import Batch, Rows
+from mwjax.tree.context import split_context
+from tests.random_edges import random_edges
+from tests.random_tries import random_trie
+
+rng = np.random.default_rng(0)
+tries = [random_trie(rng, 512) for _ in range(2)]
+end, positions = (np.stack([getattr(t, name) for t in tries]) for name in ("visible_until", "position"))
+plain = Rows(positions, positions, end, random_edges(0, rows=2, tokens=512, vocabulary=50))
+rows = split_context(Batch(plain), 2).rows
+query, key, value = (jax.random.normal(jax.random.key(i), (2, 512, h, 8)) for i, h in enumerate((4, 2, 2)))
+mesh = make_mesh(data=2, tensor=2, context=2, devices=jax.devices())
+
+def gradients(attention):
+    return jax.jit(jax.value_and_grad(lambda q, k, v, *more: (attention(q, k, v, *more) ** 2).sum(), (0, 1, 2)))
+
+want = gradients(lambda *a: attend(*a, backend="oracle"))(query, key, value, end)
+moved = [np.take_along_axis(x, rows.index[:, :, None, None], axis=1) for x in (query, key, value)]
+moved = [jax.device_put(x, NamedSharding(mesh, HEADS)) for x in moved]
+for backend in ("pallas", "splash"):
+    got = gradients(on_mesh(backend, mesh, interpret=True))(*moved, end, rows.index)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for a, b in zip(got[1], want[1]):
+        np.testing.assert_allclose(a, np.take_along_axis(b, rows.index[:, :, None, None], axis=1), atol=2e-5)
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices_with_context_parallelism():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_block_sizes_keep_the_lists_in_scalar_memory():
     assert block_pairs.block_sizes(100, 300) == (128, 384)
     assert block_pairs.block_sizes(8192, 8192) == (512, 512)
@@ -295,6 +346,8 @@ def test_errors_say_what_to_do():
         with pytest.raises(ValueError, match=f"{backend}' runs on TPUs only and these devices are cpu: .*=blockwise"):
             check_platform(backend, "cpu")
         check_platform(backend, "tpu")
+        with pytest.raises(ValueError, match="runs on TPUs only"):
+            on_mesh(backend, make_mesh(devices=jax.devices("cpu")))
     check_platform("blockwise", "cpu")
     with pytest.raises(ValueError, match="interpret is for the TPU backends pallas and splash, not for 'blockwise'"):
         attend(query, key, value, end, backend="blockwise", interpret=True)
