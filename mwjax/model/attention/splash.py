@@ -148,7 +148,7 @@ def _mask(
     fetched_mask = jnp.clip(jnp.cumsum(partly) - partly, 0, jnp.clip(count - 1, 0, capacity - 1))
 
     def table(values: jax.Array) -> jax.Array:
-        """[1, Nq, Nk] in scalar memory, where every byte counts: at most 2**17 pairs, 512 kinds of block at 16 bits."""
+        """[1, Nq, Nk], as the kernel holds it in scalar memory: hence the small integers."""
         values = values.reshape(kinds.shape)
         return (values.T if by_key else values)[None]
 
