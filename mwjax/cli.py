@@ -29,6 +29,7 @@ Examples:
   mwjax train configs/grpo.yaml run_dir=runs/b  change options on the way
   mwjax train --keys                            every option and its default
   mwjax export runs/b --out models/b            the trained weights as transformers loads them
+  mwjax import calls.jsonl --out rollouts.jsonl logs of other tools as rollouts: mwjax import --help
   mwjax launch NAME --tpu v5p-32 ...            train on TPU machines in the cloud: mwjax launch --help
   mwjax pack-data rollouts.jsonl --out packed   a large training set that train opens at once
 
@@ -473,6 +474,100 @@ def record(
     result = recorder.run(settings, run_dir, host=host, port=port, redact=redact or (), grace=grace, say=typer.echo)
     typer.echo(result.summary())
     raise typer.Exit(SOME_REFUSED if result.lost else DONE)
+
+
+IMPORT_EXAMPLES = """\b
+Examples:
+  mwjax import runs/record/calls.jsonl --out rollouts.jsonl      what mwjax record wrote
+  mwjax import traces.jsonl part-*.jsonl.zst --out rollouts.jsonl.zst
+  mwjax import calls.jsonl --rewards rewards.jsonl               one {"id": ..., "reward": ..., "group": ...} a line
+  mwjax import calls.jsonl --session-by request.metadata.task    calls of one rollout have this in common
+  mwjax import log.jsonl --format vllm --logprobs processed
+  mwjax import --formats                                         the formats, one a line
+Then:
+  mwjax inspect rollouts.jsonl; mwjax audit rollouts.jsonl; mwjax train configs/sft.yaml data.paths=rollouts.jsonl
+
+\b
+Exit status: 0 every record was used or says the same as another, 1 some were refused, 2 nothing was written
+"""
+
+
+@app.command("import", epilog=IMPORT_EXAMPLES)
+def import_(
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE...", help="Logs; the format of each is detected.")
+    ] = None,
+    out: Annotated[
+        str, typer.Option(metavar="FILE", help="Rollouts, JSON Lines; .gz and .zst are compressed; may be gs://.")
+    ] = "rollouts.jsonl",
+    form: Annotated[
+        str | None, typer.Option("--format", metavar="NAME", help="Of all files, instead of detecting it.")
+    ] = None,
+    formats: Annotated[bool, typer.Option("--formats", help="List the formats, and stop.")] = False,
+    rewards: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSON Lines with id, reward and group of rollouts, for logs without them."),
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field of a record that holds the reward, such as info.score.")
+    ] = None,
+    group_by: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field of a record that names the group, such as info.task_id.")
+    ] = None,
+    session_by: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field that names the rollout which a call belongs to.")
+    ] = None,
+    logprobs: Annotated[
+        Literal["auto", "raw", "processed"],
+        typer.Option(
+            help="Of which distribution recorded log-probs are: raw is the model's own, processed the one sampled "
+            "from; auto goes by the engine."
+        ),
+    ] = "auto",
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="temperature, top_p or top_k where a record does not say; repeatable.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FROM", help="Model folder or tokenizer.json; formats without ids need it.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Chat template, where the tokenizer's folder has none.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Refuse ids at or beyond it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+) -> None:
+    """Turn the logs of other tools into rollouts: recorded calls, other trainers' traces and dumps, session files."""
+    from mwjax.rollouts import readers
+
+    if formats:
+        for name, reader in readers.READERS.items():
+            typer.echo(f"{name:<20} {reader.DESCRIPTION}")
+        raise typer.Exit(DONE)
+    if not files:
+        raise typer.BadParameter("give the logs to import, as in: mwjax import calls.jsonl", param_hint="FILE...")
+
+    from mwjax.audit.progress import watching
+
+    with watching(files, doing="importing") as (progress, _):
+        options = readers.Options(
+            group_by=group_by,
+            reward=reward,
+            session_by=session_by,
+            logprobs=logprobs,
+            sampling=readers.sampling_of(sampling or ()),
+            tokenizer=tokenizer,
+            template=template,
+            vocab_size=vocab_size,
+            progress=progress,
+        )
+        made = readers.import_files(files, out, format=form, options=options, rewards=rewards, overwrite=overwrite)
+    typer.echo(made.account(), err=True)
+    typer.echo(made.summary())
+    raise typer.Exit(UNUSABLE if not made.rollouts else SOME_REFUSED if made.refused else DONE)
 
 
 def _model_folder(name: str) -> str:

@@ -92,12 +92,17 @@ def _packed(rollouts: PackedRollouts) -> Iterator[Entry]:
 
 def parse_line(line: Line, *, vocab_size: int | None = None) -> Rollout:
     """The rollout of one line. Raises RecordError."""
+    return from_json(json_value(line), vocab_size=vocab_size)
+
+
+def json_value(line: Line) -> Any:
+    """The JSON value of one line. Raises RecordError."""
     try:
         text = line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise RecordError("", f"is not UTF-8 text (byte {error.start + 1})") from None
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise RecordError("", _syntax(error, text)) from None
     except RecursionError:
@@ -106,7 +111,6 @@ def parse_line(line: Line, *, vocab_size: int | None = None) -> Rollout:
         raise
     except ValueError as error:  # a number of thousands of digits
         raise RecordError("", f"is not readable JSON: {error}") from None
-    return from_json(value, vocab_size=vocab_size)
 
 
 def summary(kept: int, refused: list[Refusal], shown: int = 20) -> str:

@@ -1,0 +1,41 @@
+"""Which reader a file is for."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import cast
+
+from mwjax.rollouts.errors import RolloutFileError
+from mwjax.rollouts.readers.reader import Reader
+from mwjax.rollouts.readers.records import head
+
+# One module per format. A file is claimed by at most one of them.
+_MODULES: tuple[ModuleType, ...] = ()
+READERS: dict[str, Reader] = {module.NAME: cast(Reader, module) for module in _MODULES}
+
+
+def by_name(name: str) -> Reader:
+    """The reader of a format. Raises ValueError."""
+    if name not in READERS:
+        raise ValueError(f"there is no format {name!r}; the formats are {', '.join(READERS)}")
+    return READERS[name]
+
+
+def detect(path: str) -> Reader:
+    """The reader that a file is for. Raises RolloutFileError if no reader knows it or it cannot be read."""
+    beginning = head(path)
+    claims = [reader for reader in READERS.values() if reader.looks_like(beginning)]
+    if len(claims) == 1:
+        return claims[0]
+    if not beginning.data:
+        raise RolloutFileError(f"cannot import {path}: it is empty")
+    if claims:
+        names = " and ".join(reader.NAME for reader in claims)
+        raise RolloutFileError(f"cannot import {path}: it could be {names}; say which with --format")
+    seen = ""
+    if beginning.records and isinstance(beginning.records[0], dict):
+        seen = f" (its first record has {', '.join(list(beginning.records[0])[:12])})"
+    raise RolloutFileError(
+        f"cannot import {path}: no known format{seen}; the formats are listed by mwjax import --formats, and --format "
+        "forces one"
+    )
