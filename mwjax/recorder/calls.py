@@ -53,7 +53,7 @@ from mwjax.recorder.endpoints import Endpoint, ends_stream, error_in, usage_of
 from mwjax.recorder.json_text import loads
 from mwjax.recorder.redaction import REDACTED, SPELLS_TEXT, Pattern, hides_text, redacted
 from mwjax.recorder.sessions import SHORTEST_SECRET, Session, carried_secrets, carried_secrets_in_text
-from mwjax.recorder.token_ids import prompt_ids, sampled
+from mwjax.rollouts.engine_ids import prompt_ids, sampled
 
 FORMAT = "mwjax-call/1"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
-Endpoint = Literal["chat.completions", "responses", "messages"]
+from mwjax.rollouts.engine_ids import Endpoint
 
 _ENDS: tuple[tuple[str, Endpoint], ...] = (
     ("/chat/completions", "chat.completions"),

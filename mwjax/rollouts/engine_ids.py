@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from mwjax.recorder.endpoints import Endpoint
+Endpoint = Literal["chat.completions", "responses", "messages"]
 
 
 class Sampled(NamedTuple):
