@@ -63,6 +63,20 @@ def decoder(config: ModelSection, mesh: Mesh | None = None) -> tuple[model.Model
     return shape, trainable.stored(config, shape, params)
 
 
+def decoder_shape(config: ModelSection, published: Mapping[str, model.ModelConfig] | None = None) -> model.ModelConfig:
+    """`decoder`'s configuration alone, adapters included: of the model's folder or hub id only config.json is read.
+    published: decoders that are known by ``model.path`` without it. Raises ModelFilesError."""
+    if config.path is None:
+        assert config.small is not None  # the configuration has one of the two
+        shape = _small(config.small)
+    elif published is not None and config.path in published:
+        shape = published[config.path]
+    else:
+        with model.local_folder(config.path, weights=False) as folder:
+            shape = model.read_config(folder)
+    return shape if config.lora is None else dataclasses.replace(shape, lora=_lora(config.lora.model_dump()))
+
+
 def _lora(values: Mapping[str, Any]) -> model.LoRA:
     return model.LoRA(values["rank"], values["alpha"], tuple(values["targets"]))
 
