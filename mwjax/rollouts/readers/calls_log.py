@@ -1,0 +1,139 @@
+"""The log of ``mwjax record``: ``mwjax-call/1``, described in ``mwjax/recorder/calls.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from mwjax.rollouts.engine_ids import Endpoint
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.fields import described, log_probabilities, token_ids
+from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
+from mwjax.rollouts.readers.records import Record, json_records
+from mwjax.rollouts.readers.said import answered, asked, choices
+from mwjax.rollouts.readers.sessions import Session, at, check_usage, refused, rollouts_of
+from mwjax.rollouts.readers.settings import sampling_settings
+
+NAME = "mwjax"
+DESCRIPTION = "calls.jsonl of mwjax record, with the engine's token ids"
+FORMAT = "mwjax-call/1"
+
+# The answer ended early, for whatever reason: what there is of it was sampled, but nobody acted on it.
+BROKEN_OFF = (
+    "upstream_cut_off",
+    "upstream_timeout",
+    "client_disconnected",
+    "shutdown",
+    "reported",
+    "incomplete_stream",
+)
+
+
+class _Nothing(Exception):
+    """Nothing was sampled in this call; the message says why."""
+
+
+def looks_like(head: Head) -> bool:
+    return bool(head.records) and isinstance(head.records[0], dict) and head.records[0].get("format") == FORMAT
+
+
+def read(path: str, options: Options) -> Iterator[Item]:
+    sessions: dict[str, Session] = {}
+    for number, record in enumerate(json_records(path, options), start=1):
+        if isinstance(record, Refusal):
+            yield record
+            continue
+        value = record.value
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            found = value.get("format") if isinstance(value, dict) else value
+            yield record.refusal(path, "format", f'is {described(found)}, must be "{FORMAT}"')
+            continue
+        session = _session(path, value, sessions, options)
+        try:
+            calls = _calls(record, number, options)
+            session.note(record, options)
+        except _Nothing as reason:
+            yield Remark("empty", path, record.line, str(reason))
+        except RecordError as error:
+            yield refused(path, session, record, error)
+        else:
+            session.calls += calls
+    yield from rollouts_of(path, sessions, options)
+
+
+def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], options: Options) -> Session:
+    given = at(value, options.session_by) if options.session_by is not None else None
+    if given is not None:
+        name, one = str(given), True
+    else:
+        # A key is shared by all that a harness does; only a header or path tells episodes apart.
+        name = value.get("session") or os.path.basename(path).partition(".")[0]
+        one = str(value.get("session_from", "")).startswith(("header", "path"))
+    return sessions.setdefault(name, Session(name, one))
+
+
+def _calls(record: Record, number: int, options: Options) -> list[Call]:
+    """The calls of one record, one for each choice. Raises RecordError, or _Nothing."""
+    value = record.value
+    error = value.get("error") if isinstance(value.get("error"), dict) else {}
+    completions = value.get("completions") or []
+    if not isinstance(completions, list):
+        raise RecordError("completions", f"is {described(completions)}, must be a list")
+    if not completions and error:
+        raise _Nothing(f"the call failed ({error.get('kind')})")
+    if value.get("ids_withheld"):
+        raise RecordError("ids_withheld", "is true: the ids were redacted with the text that they spell")
+    if "response" in (value.get("truncated") or {}):
+        raise RecordError("truncated.response", "the answer was larger than --max-body-mb; its ids are not all here")
+    if error.get("kind") == "malformed_events":
+        raise RecordError("malformed_events", "events of the stream could not be read; ids may be missing")
+    endpoint = cast(Endpoint, value.get("endpoint"))
+    if "prompt_ids" not in value or not completions:
+        raise RecordError(
+            "completions" if "prompt_ids" in value else "prompt_ids",
+            f"there are no token ids (engine {value.get('engine', 'none')}, {endpoint})",
+        )
+    prompt = token_ids(value["prompt_ids"], "prompt_ids", options.vocab_size)
+    request = value.get("request") if isinstance(value.get("request"), dict) else {}
+    response = value.get("response") if isinstance(value.get("response"), dict) else {}
+    sampling = sampling_settings(request, value.get("engine", "none"), options)
+    said = asked(endpoint, request)
+    calls = []
+    for place, entry in enumerate(completions):
+        field = f"completions[{place}]"
+        if not isinstance(entry, dict) or entry.get("completion_ids") is None:
+            raise RecordError(f"{field}.completion_ids", "missing: the engine gave none")
+        sampled = token_ids(entry["completion_ids"], f"{field}.completion_ids", options.vocab_size)
+        logprobs = entry.get("logprobs")
+        choice = entry.get("index", place)
+        calls.append(
+            Call(
+                record=number,
+                line=record.line,
+                prompt_ids=prompt,
+                completion_ids=sampled,
+                logprobs=None if logprobs is None else log_probabilities(logprobs, f"{field}.logprobs", len(sampled)),
+                sampling=sampling,
+                finish_reason=_finish_reason(endpoint, response, choice),
+                time=float(value.get("started") or 0.0),
+                identity=(response.get("id") or value.get("id"), choice),
+                asked=said,
+                answer=answered(endpoint, response, choice),
+                cut_off=error.get("kind") in BROKEN_OFF,
+            )
+        )
+    check_usage(value.get("usage"), len(prompt), sum(len(call.completion_ids) for call in calls))
+    return calls
+
+
+def _finish_reason(endpoint: Endpoint, response: Mapping[str, Any], choice: int) -> str | None:
+    if endpoint == "responses":
+        found = at(response, "incomplete_details.reason") or response.get("status")
+        found = "length" if found == "max_output_tokens" else found
+    elif endpoint == "messages":
+        found = response.get("stop_reason")
+    else:
+        found = next((each.get("finish_reason") for each in choices(response, choice)), None)
+    return found if isinstance(found, str) else None

@@ -1,0 +1,70 @@
+"""What happened at a junction, from the messages of the two calls around it, and from their text where it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.said import Said
+
+
+def junction_detail(
+    before: Call, call: Call, *, summarised: bool, decode: Callable[[np.ndarray], str] | None = None
+) -> str | None:
+    """The ``detail`` of the junction that ``call`` opens after ``before``, one of those in the design; None where the
+    log does not tell. summarised: the prompt carries an answer sampled elsewhere, in place of what it sums up."""
+    if decode is not None:
+        old = decode(np.concatenate([before.prompt_ids, before.completion_ids]))
+        if old and decode(call.prompt_ids).startswith(old):
+            return "retokenised"
+    if before.asked is None or call.asked is None:
+        return "fold" if summarised else None
+    if before.answer is not None and before.asked.system == call.asked.system:
+        said = [*before.asked.messages, before.answer]
+        if len(call.asked.messages) >= len(said) and all(map(Said.same, said, call.asked.messages)):
+            return _unedited(before, call, said)
+    if summarised:
+        return "fold"
+    if before.asked.system != call.asked.system and _alike(before.asked.messages, call.asked.messages):
+        return "system_prompt"
+    return _edited(before.asked.messages, call.asked.messages)
+
+
+def _unedited(before: Call, call: Call, said: Sequence[Said]) -> str:
+    """The harness sent back what it had: what differs was made by it spelling arguments, or by the template."""
+    assert call.asked is not None
+    pairs = list(zip(said, call.asked.messages))
+    if any(old.calls != new.calls for old, new in pairs):
+        return "tool_json"
+    at = _common_prefix(np.concatenate([before.prompt_ids, before.completion_ids]), call.prompt_ids)
+    if any(each.thinking for each in said if each.role == "assistant") or at < len(before.prompt_ids):
+        return "template"
+    if before.answer is not None and before.answer.calls:
+        return "tool_json"
+    return "retokenised"
+
+
+def _alike(old: Sequence[Said], new: Sequence[Said]) -> bool:
+    return len(new) >= len(old) and all(map(Said.same, old, new))
+
+
+def _edited(old: Sequence[Said], new: Sequence[Said]) -> str | None:
+    if len(new) >= len(old) and all(_same_or_pruned(left, right) for left, right in zip(old, new)):
+        return "pruned_tool_result"
+    kept = [each for each in new if any(each.same(other) for other in old)]
+    fresh = [each for each in new[: len(old) + 1] if not any(each.same(other) for other in old)]
+    if len(kept) >= len(old) and fresh and fresh[0].role == "user":
+        return "injected_turn"
+    return None
+
+
+def _same_or_pruned(old: Said, new: Said) -> bool:
+    return old.same(new) or (old.role == new.role == "tool" and old.answers == new.answers)
+
+
+def _common_prefix(old: np.ndarray, new: np.ndarray) -> int:
+    length = min(len(old), len(new))
+    different = old[:length] != new[:length]
+    return int(different.argmax()) if different.any() else length

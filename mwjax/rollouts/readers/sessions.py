@@ -1,0 +1,135 @@
+"""The calls of a log, session by session, as rollouts and what there is to say about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.fields import number
+from mwjax.rollouts.readers.chains import Conversation, conversations, without_copies
+from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
+from mwjax.rollouts.readers.records import Record
+from mwjax.rollouts.readers.settings import ratio_warning
+from mwjax.rollouts.record import Rollout
+
+
+@dataclass
+class Session:
+    """What is known of one session while its log is read. ``one``: it is one rollout; otherwise it may hold several.
+    ``lost``: lines whose call was refused."""
+
+    name: str
+    one: bool
+    calls: list[Call] = field(default_factory=list)
+    group: str | None = None
+    reward: float | None = None
+    lost: list[int] = field(default_factory=list)
+
+    def note(self, record: Record, options: Options) -> None:
+        """Takes group and reward from a record, the last one that has them. Raises RecordError."""
+        if options.group_by is not None and (group := at(record.value, options.group_by)) is not None:
+            self.group = str(group)
+        if options.reward is not None and (reward := at(record.value, options.reward)) is not None:
+            self.reward = number(reward, options.reward)
+
+
+def at(value: Any, path: str) -> Any:
+    """The value at a dotted path such as ``choices.0.text``; None where there is none."""
+    for part in path.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.lstrip("-").isdecimal() and -len(value) <= int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
+
+def check_usage(usage: Any, prompt: int, completion: int) -> None:
+    """Compares numbers of ids with the token counts that the engine reported. Raises RecordError with both."""
+    if not isinstance(usage, Mapping):
+        return
+    for names, found, what in (
+        (("prompt_tokens", "input_tokens"), prompt, "prompt"),
+        (("completion_tokens", "output_tokens"), completion, "completion"),
+    ):
+        for name in names:
+            said = usage.get(name)
+            if isinstance(said, int) and said != found:
+                raise RecordError(
+                    f"usage.{name}", f"says {said}, but there are {found} {what} ids: they are not what the engine saw"
+                )
+
+
+def decoder(tokenizer: str | None) -> Callable[[np.ndarray], str] | None:
+    """Ids as text, by a tokenizer.json or a folder that has one. Raises ValueError."""
+    if tokenizer is None:
+        return None
+    path = os.path.join(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else tokenizer
+    try:
+        loaded = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
+    return lambda ids: loaded.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def rollouts_of(path: str, sessions: Mapping[str, Session], options: Options) -> Iterator[Item]:
+    """The rollouts of all sessions, with a remark for every copy and for what biases training."""
+    decode = decoder(options.tokenizer)
+    for session in sessions.values():
+        kept, copies = without_copies(session.calls)
+        used = {call.record for call in kept}
+        for call in {call.record: call for call in copies if call.record not in used}.values():
+            yield Remark("merged", path, call.line, "a second record of a response that is there already")
+        if not kept:
+            continue
+        found = conversations(kept, one=session.one, decode=decode)
+        for number_, conversation in enumerate(found):
+            name = session.name if len(found) == 1 else f"{session.name}/{number_ + 1}"
+            yield from _remarks(path, conversation)
+            records = {call.record for call in conversation.calls}
+            meta = _meta(session, conversation)
+            rollout = Rollout(name, conversation.turns, (), session.group, session.reward, meta)
+            yield Found(rollout, conversation.calls[0].line, len(records))
+        if len(found) > 1:
+            reason = "a session without a name of its own held several conversations; each is a rollout"
+            yield Remark("warning", path, found[0].calls[0].line, reason)
+
+
+def _meta(session: Session, conversation: Conversation) -> dict[str, Any]:
+    meta: dict[str, Any] = {"session": session.name}
+    truncated = [k for k, turn in enumerate(conversation.turns) if turn.finish_reason in ("length", "max_tokens")]
+    cut_off = [k for k, call in enumerate(conversation.calls) if call.cut_off]
+    for key, value in (
+        ("junction_details", {str(turn): detail for turn, detail in conversation.details.items()}),
+        ("truncated_turns", truncated),
+        ("cut_off_turns", cut_off),
+        ("refused_lines", session.lost),
+    ):
+        if value:
+            meta[key] = value
+    return meta
+
+
+def _remarks(path: str, conversation: Conversation) -> Iterator[Remark]:
+    for turn, call in zip(conversation.turns, conversation.calls):
+        if turn.logprobs is not None and turn.trainable and (warning := ratio_warning(turn.sampling)):
+            yield Remark("warning", path, call.line, warning)
+        if turn.finish_reason in ("length", "max_tokens"):
+            yield Remark("warning", path, call.line, "the completion was truncated at the token limit; kept")
+        if call.cut_off:
+            reason = "the answer broke off, so the harness did not act on it; kept as context only"
+            yield Remark("warning", path, call.line, reason)
+
+
+def refused(path: str, session: Session, record: Record, error: RecordError) -> Refusal:
+    """The refusal of one call, which its rollout then lacks."""
+    session.lost.append(record.line)
+    return record.refusal(path, error.field, error.reason)
