@@ -11,7 +11,7 @@ import numpy as np
 def random_checkpoint(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     """Tensors of a checkpoint for a ``config.json``'s contents, float32, none of them at a special value."""
     rng = np.random.default_rng(seed)
-    d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    d, v = config["hidden_size"], config["vocab_size"]
     h, k, n = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     kind = config["model_type"]
 
@@ -30,15 +30,26 @@ def random_checkpoint(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
             tensors[p + f"self_attn.{name}_proj.weight"] = matrix(rows * n, d)
             if kind == "qwen2":
                 tensors[p + f"self_attn.{name}_proj.bias"] = around(0, rows * n)
-            if kind == "qwen3" and name != "v":
+            if kind.startswith("qwen3") and name != "v":
                 tensors[p + f"self_attn.{name}_norm.weight"] = around(1, n)
         tensors[p + "self_attn.o_proj.weight"] = matrix(d, h * n)
-        tensors[p + "mlp.gate_proj.weight"] = matrix(f, d)
-        tensors[p + "mlp.up_proj.weight"] = matrix(f, d)
-        tensors[p + "mlp.down_proj.weight"] = matrix(d, f)
+        if kind == "qwen3_moe":
+            tensors[p + "mlp.gate.weight"] = matrix(config["num_experts"], d)
+        f, blocks = _blocks(config)
+        for block in blocks:
+            tensors[p + block + "gate_proj.weight"] = matrix(f, d)
+            tensors[p + block + "up_proj.weight"] = matrix(f, d)
+            tensors[p + block + "down_proj.weight"] = matrix(d, f)
         tensors[p + "input_layernorm.weight"] = around(1, d)
         tensors[p + "post_attention_layernorm.weight"] = around(1, d)
     return tensors
+
+
+def _blocks(config: dict) -> tuple[int, list[str]]:
+    """Inner width and names of the feed-forward blocks of a layer."""
+    if config["model_type"] != "qwen3_moe":
+        return config["intermediate_size"], ["mlp."]
+    return config["moe_intermediate_size"], [f"mlp.experts.{number}." for number in range(config["num_experts"])]
 
 
 def reference_forward(config: dict, tensors: dict[str, np.ndarray], tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -77,6 +88,14 @@ def reference_forward(config: dict, tensors: dict[str, np.ndarray], tokens: list
         smooth = (original / wavelength - low) / (high - low)
         return (1 - smooth) * base / scaling["factor"] + smooth * base
 
+    def chosen(logits):
+        """The share every expert has in one token's output."""
+        share = np.exp(logits - logits.max())
+        share = share / share.sum()
+        largest = sorted(range(len(share)), key=lambda e: -share[e])[: config["num_experts_per_tok"]]
+        kept = np.array([share[e] if e in largest else 0.0 for e in range(len(share))])
+        return kept / kept.sum() if config["norm_topk_prob"] else kept
+
     x = weights["model.embed_tokens.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
         p = f"model.layers.{layer}."
@@ -86,7 +105,7 @@ def reference_forward(config: dict, tensors: dict[str, np.ndarray], tokens: list
             if config["model_type"] == "qwen2":
                 out = out + weights[p + f"self_attn.{name}_proj.bias"]
             out = out.reshape(length, rows, n)
-            if config["model_type"] == "qwen3" and name != "v":
+            if config["model_type"].startswith("qwen3") and name != "v":
                 out = norm(out, weights[p + f"self_attn.{name}_norm.weight"])
             return out
 
@@ -104,12 +123,13 @@ def reference_forward(config: dict, tensors: dict[str, np.ndarray], tokens: list
                 mixed[t, head] = share / share.sum() @ value[: t + 1, group]
         x = x + mixed.reshape(length, heads * n) @ weights[p + "self_attn.o_proj.weight"].T
         y = norm(x, weights[p + "post_attention_layernorm.weight"])
-        gate = y @ weights[p + "mlp.gate_proj.weight"].T
-        x = (
-            x
-            + (gate / (1 + np.exp(-gate)) * (y @ weights[p + "mlp.up_proj.weight"].T))
-            @ weights[p + "mlp.down_proj.weight"].T
-        )
+        share = np.ones((length, 1))
+        if config["model_type"] == "qwen3_moe":
+            share = np.stack([chosen(token @ weights[p + "mlp.gate.weight"].T) for token in y])
+        for column, block in zip(share.T, _blocks(config)[1], strict=True):
+            gate = y @ weights[p + block + "gate_proj.weight"].T
+            inner = gate / (1 + np.exp(-gate)) * (y @ weights[p + block + "up_proj.weight"].T)
+            x = x + column[:, None] * (inner @ weights[p + block + "down_proj.weight"].T)
     hidden = norm(x, weights["model.norm.weight"])
     head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return hidden, hidden @ head.T

@@ -142,7 +142,7 @@ def test_small_config():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GptOssForCausalLM"]}, "supported: Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM"),
+        ({"architectures": ["GptOssForCausalLM"]}, "supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: Qwen3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported: default, linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' lacks the field 'low_freq_factor'"),

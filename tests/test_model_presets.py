@@ -13,7 +13,7 @@ import pytest
 
 from mwjax import model
 from mwjax.model import ModelConfig
-from mwjax.model.config import RopeScaling
+from mwjax.model.config import Experts, RopeScaling
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -54,6 +54,20 @@ QWEN25 = {
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 152064,
+}
+QWEN3_MOE = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
 }
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -124,6 +138,7 @@ PUBLISHED = {
     "Qwen3-8B": (sized(QWEN3, 4096, 12288, 36, 32, max_window_layers=36), 16_381_470_720 // 2),
     "Qwen3-14B": (sized(QWEN3, 5120, 17408, 40, 40, max_window_layers=40), 29_536_614_400 // 2),
     "Qwen3-32B": (sized(QWEN3, 5120, 25600, 64, 64, max_window_layers=64), 65_524_246_528 // 2),
+    "Qwen3-30B-A3B": (sized(QWEN3_MOE, 2048, 6144, 48, 32, max_window_layers=48), 61_064_245_248 // 2),
     "Qwen2.5-3B": (
         sized(QWEN25, 2048, 11008, 36, 16, num_key_value_heads=2, max_window_layers=36, vocab_size=151936, **TIED),
         6_171_877_376 // 2,
@@ -149,6 +164,18 @@ def test_number_of_parameters(name):
     config = ModelConfig.from_hf(values)
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params(config))) == published
     assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def test_parameters_that_a_token_meets_in_a_mixture_of_experts():
+    """3.3 B of 30.5 B, as published: of the experts 8 of 128."""
+    config = ModelConfig.from_hf(PUBLISHED["Qwen3-30B-A3B"][0])
+    assert config.experts == Experts(count=128, per_token=8, width=768, normalised=True)
+    assert round(PUBLISHED["Qwen3-30B-A3B"][1] / 1e9, 1) == 30.5
+    active = model.active_parameters(config)
+    assert active == PUBLISHED["Qwen3-30B-A3B"][1] - 48 * 120 * 3 * 2048 * 768
+    assert round(active / 1e9, 2) == 3.35
+    dense = ModelConfig.from_hf(PUBLISHED["Qwen3-0.6B"][0])
+    assert model.active_parameters(dense) == PUBLISHED["Qwen3-0.6B"][1]
 
 
 def test_what_the_number_does_not_show():

@@ -71,5 +71,7 @@ def decode_step(
         mixed = attend_tree(query, keys, values, visible_until, query_index=positions, backend=backend)
         return mixed, cache
 
-    hidden, cache = run_layers(params, config, tokens, jnp.maximum(positions, 0), attend, cache, dtype=dtype, scan=scan)
+    hidden, cache, _ = run_layers(
+        params, config, tokens, jnp.maximum(positions, 0), attend, cache, dtype=dtype, scan=scan
+    )
     return jnp.where((positions >= length)[..., None], jnp.nan, hidden), cache

@@ -18,10 +18,12 @@ class Family:
     architecture: str
     query_key_norm: bool
     query_key_value_bias: bool
+    experts: bool = False
 
 
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", query_key_norm=True, query_key_value_bias=False),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", query_key_norm=True, query_key_value_bias=False, experts=True),
     "qwen2": Family("Qwen2ForCausalLM", query_key_norm=False, query_key_value_bias=True),
     "llama": Family("LlamaForCausalLM", query_key_norm=False, query_key_value_bias=False),
 }
@@ -39,7 +41,27 @@ class RopeScaling:
     original_length: int = 8192
 
 
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of SwiGLU blocks in place of the one of every layer: ``count`` of inner width ``width``, of which each
+    token goes through ``per_token``. ``normalised``: their weights are scaled to add up to one."""
+
+    count: int
+    per_token: int
+    width: int
+    normalised: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "width"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UnsupportedModelError(f"experts.{name} must be a positive integer, got {value!r}")
+        if self.per_token > self.count:
+            raise UnsupportedModelError(f"{self.per_token} experts per token, but there are {self.count}")
+
+
 LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+EXPERT_MATRICES = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +90,9 @@ class ModelConfig:
     """Sizes and switches of a decoder. Hashable, so it can be a static argument of a jitted function.
 
     ``width`` is the residual stream, ``feed_forward_width`` the inner width of the SwiGLU block; ``heads`` query heads
-    share ``key_value_heads`` keys and values in groups of ``heads // key_value_heads``. ``lora`` adds adapters, of
-    which a ``config.json`` says nothing: `mwjax.model.merge_adapters` folds them into the weights.
+    share ``key_value_heads`` keys and values in groups of ``heads // key_value_heads``. ``experts`` take the place of
+    that block, whose width is then without effect. ``lora`` adds adapters, of which a ``config.json`` says nothing:
+    `mwjax.model.merge_adapters` folds them into the weights.
     """
 
     family: str
@@ -85,6 +108,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     tied: bool = True
     context_length: int = 32768
+    experts: Experts | None = None
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +124,16 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if (self.experts is not None) != FAMILIES[self.family].experts:
+            needs = "needs" if self.experts is None else "has no"
+            raise UnsupportedModelError(f"family {self.family} {needs} experts")
+        if self.experts is not None and self.lora is not None:
+            wrong = [name for name in self.lora.targets if name in EXPERT_MATRICES]
+            if wrong:
+                raise UnsupportedModelError(
+                    f"adapters of experts are not implemented ({', '.join(wrong)}): choose among the targets "
+                    f"{', '.join(name for name in LORA_TARGETS if name not in EXPERT_MATRICES)}"
+                )
 
     @property
     def query_key_norm(self) -> bool:
@@ -115,11 +149,14 @@ class ModelConfig:
             "layers": self.layers,
             "vocab": self.vocab_size,
             "embed": self.width,
-            "mlp": self.feed_forward_width,
             "heads": self.heads,
             "kv_heads": self.key_value_heads,
             "head_dim": self.head_dim,
         }
+        if self.experts is None:
+            sizes |= {"mlp": self.feed_forward_width}
+        else:
+            sizes |= {"experts": self.experts.count, "expert_mlp": self.experts.width}
         return sizes if self.lora is None else {**sizes, "lora": self.lora.rank}
 
     @classmethod
@@ -137,7 +174,13 @@ class ModelConfig:
             theta, scaling = _read_rope(values)
         except UnsupportedModelError as error:
             problems.append(str(error))
-        required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+        required = ["vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
+        if FAMILIES[family].experts:
+            # transformers 4 and the published files say num_experts, transformers 5 writes num_local_experts
+            values = {**values, "num_experts": _or(values.get("num_experts"), values.get("num_local_experts"))}
+            if values.get("num_local_experts") not in (None, values["num_experts"]):
+                problems.append("num_experts and num_local_experts disagree")
+            required += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
         for name in required:
             if values.get(name) is None:
                 problems.append(f"field {name!r} is missing")
@@ -155,18 +198,19 @@ class ModelConfig:
             heads=heads,
             key_value_heads=_or(values.get("num_key_value_heads"), heads),
             head_dim=_or(values.get("head_dim"), values["hidden_size"] // heads),
-            rope_theta=float(_or(theta, 10000.0)),  # the default of all three families' configuration classes
+            rope_theta=float(_or(theta, 10000.0)),  # the default of all families' configuration classes
             rope_scaling=scaling,
             norm_epsilon=float(_or(values.get("rms_norm_eps"), 1e-6)),
             tied=bool(_or(values.get("tie_word_embeddings"), False)),
             context_length=_or(values.get("max_position_embeddings"), 32768),
+            experts=_experts(values) if FAMILIES[family].experts else None,
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The contents of a ``config.json``, readable by transformers 4 (``rope_theta``, ``rope_scaling``) and 5
         (``rope_parameters``)."""
         scaling = None if self.rope_scaling is None else _write_scaling(self.rope_scaling)
-        return {
+        values = {
             "architectures": [FAMILIES[self.family].architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
@@ -185,6 +229,16 @@ class ModelConfig:
             "tie_word_embeddings": self.tied,
             "use_cache": True,
         }
+        if self.experts is None:
+            return values
+        return values | {
+            "num_experts": self.experts.count,
+            "num_experts_per_tok": self.experts.per_token,
+            "moe_intermediate_size": self.experts.width,
+            "norm_topk_prob": self.experts.normalised,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
 
 
 def small_config(
@@ -200,21 +254,36 @@ def small_config(
     rope_theta: float = 10000.0,
     tied: bool = True,
     context_length: int = 32768,
+    experts: Experts | None = None,
 ) -> ModelConfig:
     """A decoder for tests and small training runs. ``head_dim`` defaults to ``width // heads``, the feed-forward width
-    to three times ``width``."""
+    to three times ``width``, ``experts``, where the family has them, to 8 of the feed-forward width over 4, 2 per
+    token."""
+    inner = 3 * width if feed_forward_width is None else feed_forward_width
+    if experts is None and family in FAMILIES and FAMILIES[family].experts:
+        experts = Experts(count=8, per_token=2, width=max(inner // 4, 1))
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
         layers=layers,
         width=width,
-        feed_forward_width=3 * width if feed_forward_width is None else feed_forward_width,
+        feed_forward_width=inner,
         heads=heads,
         key_value_heads=key_value_heads,
         head_dim=width // heads if head_dim is None else head_dim,
         rope_theta=rope_theta,
         tied=tied,
         context_length=context_length,
+        experts=experts,
+    )
+
+
+def _experts(values: Mapping[str, Any]) -> Experts:
+    return Experts(
+        count=values["num_experts"],
+        per_token=values["num_experts_per_tok"],
+        width=values["moe_intermediate_size"],
+        normalised=bool(_or(values.get("norm_topk_prob"), False)),  # the default of transformers' configuration
     )
 
 
@@ -250,6 +319,12 @@ def _unsupported_settings(values: Mapping[str, Any]) -> list[str]:
         problems.append("attention_bias is not supported for this architecture")
     if values.get("mlp_bias"):
         problems.append("mlp_bias is not supported")
+    if family.experts and values.get("decoder_sparse_step") not in (None, 1):
+        problems.append(f"decoder_sparse_step {values['decoder_sparse_step']} is not supported (1 is)")
+    if family.experts and values.get("mlp_only_layers"):
+        problems.append(f"mlp_only_layers {values['mlp_only_layers']} are not supported (experts in every layer are)")
+    if family.experts and values.get("shared_expert_intermediate_size"):
+        problems.append("a shared expert (shared_expert_intermediate_size) is not supported")
     if values.get("quantization_config"):
         problems.append("quantised weights (quantization_config) are not supported: save them in bfloat16 first")
     return problems

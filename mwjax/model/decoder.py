@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +19,7 @@ from mwjax.model.attention.blockwise import LOG_SUM_EXP_NAME, OUTPUT_NAME
 from mwjax.model.attention.sharded import on_mesh
 from mwjax.model.config import ModelConfig
 from mwjax.model.embedding import look_up
+from mwjax.model.experts import Routing
 from mwjax.model.layers import Decoder, Layer
 from mwjax.model.parameters import initialise, is_declaration, join_params
 from mwjax.model.rope import rotations
@@ -62,6 +64,19 @@ def adapter_names(config: ModelConfig) -> list[str]:
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
     """`init`'s result as `jax.ShapeDtypeStruct`, computing nothing."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), _structure(config)[1])
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """How many parameters a token meets: all, but for the experts it does not choose."""
+    sizes = config.axis_sizes()
+    if config.experts is not None:
+        sizes["experts"] = config.experts.per_token
+
+    def met(axes: tuple[str, ...]) -> int:
+        # Every expert has a column in the router.
+        return math.prod((sizes if "expert_mlp" in axes else config.axis_sizes())[axis] for axis in axes)
+
+    return sum(map(met, jax.tree.leaves(logical_axes(config), is_leaf=_is_names)))
 
 
 def declarations(config: ModelConfig) -> Params:
@@ -136,6 +151,40 @@ def forward(
     Raises:
       ValueError: unknown attention backend or remat.
     """
+    return forward_routed(
+        params,
+        config,
+        tokens,
+        positions,
+        visible_until,
+        None,
+        attention=attention,
+        dtype=dtype,
+        remat=remat,
+        scan=scan,
+        index=index,
+        mesh=mesh,
+    )[0]
+
+
+def forward_routed(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    weight: jax.Array | None,
+    *,
+    attention: str | Callable[..., jax.Array] = "blockwise",
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    scan: bool = True,
+    index: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Routing | None]:
+    """As `forward`, with what the routers of a mixture of experts did beside it: sums [layers, experts] in which a
+    token counts as ``weight`` [B, T] says (`mwjax.tree.Rows.count_as`). None without ``weight``, and for a decoder
+    without experts."""
     if isinstance(attention, str):
         attention = partial(attend_tree, backend=attention) if mesh is None else on_mesh(attention, mesh)
     mix, order = attention, () if index is None else (index,)
@@ -143,9 +192,20 @@ def forward(
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> tuple[jax.Array, None]:
         return mix(query, key, value, visible_until, *order), None
 
-    return run_layers(params, config, tokens, positions, attend, None, dtype=dtype, remat=remat, scan=scan, mesh=mesh)[
-        0
-    ]
+    hidden, _, routing = run_layers(
+        params,
+        config,
+        tokens,
+        positions,
+        attend,
+        None,
+        dtype=dtype,
+        remat=remat,
+        scan=scan,
+        mesh=mesh,
+        weight=weight,
+    )
+    return hidden, routing
 
 
 def run_layers(
@@ -160,28 +220,35 @@ def run_layers(
     remat: str = "none",
     scan: bool = True,
     mesh: Mesh | None = None,
-) -> tuple[jax.Array, Any]:
-    """Embed, run every layer, norm: (hidden states, state). ``attend(query, key, value, state, layer)`` returns the
-    mixed values and the new state, a pytree that is handed from layer to layer."""
+    weight: jax.Array | None = None,
+) -> tuple[jax.Array, Any, Routing | None]:
+    """Embed, run every layer, norm: (hidden states, state, `Routing` of every layer or None, see `forward_routed`).
+    ``attend(query, key, value, state, layer)`` returns the mixed values and the new state, a pytree that is handed
+    from layer to layer."""
     decoder: Decoder = nnx.merge(_structure(config)[0], params)
     layer_definition, layer_params = nnx.split(decoder.layers)
     angles = rotations(config, positions, jnp.promote_types(dtype, jnp.float32))
 
-    def run_layer(carry: tuple[jax.Array, Any], inputs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
-        (x, state), (weights, number) = carry, inputs
-        layer: Layer = nnx.merge(layer_definition, weights)
-        x, state = layer(x, angles, lambda query, key, value: attend(query, key, value, state, number))
-        return (constrain(x, HIDDEN, mesh), state), None
+    def run_layer(carry: tuple[jax.Array, Any], inputs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Any]:
+        (x, state), (params, number) = carry, inputs
+        layer: Layer = nnx.merge(layer_definition, params)
+        x, state, routing = layer(
+            x, angles, lambda query, key, value: attend(query, key, value, state, number), weight, mesh
+        )
+        return (constrain(x, HIDDEN, mesh), state), routing
 
     step = _rematerialise(run_layer, remat)
     inputs = (nnx.to_pure_dict(layer_params), jnp.arange(config.layers, dtype=jnp.int32))
     carry = (look_up(decoder.embedding[...], tokens, dtype, mesh), state)
     if scan:
-        carry, _ = jax.lax.scan(step, carry, inputs)
+        carry, routing = jax.lax.scan(step, carry, inputs)
     else:
+        by_layer = []
         for number in range(config.layers):
-            carry, _ = step(carry, jax.tree.map(lambda leaf, number=number: leaf[number], inputs))
-    return decoder.norm(carry[0]), carry[1]
+            carry, one = step(carry, jax.tree.map(lambda leaf, number=number: leaf[number], inputs))
+            by_layer.append(one)
+        routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *by_layer)
+    return decoder.norm(carry[0]), carry[1], routing
 
 
 def _rematerialise(run_layer: Callable[..., Any], remat: str) -> Callable[..., Any]:

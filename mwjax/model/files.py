@@ -27,23 +27,28 @@ class Stored(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of the files: ``path`` leads to its parameter, ``layer`` to the slice of it (None outside layers)."""
+    """A tensor of the files: ``path`` leads to its parameter, ``slot`` to the part of it: () outside layers, (layer,),
+    or (layer, expert)."""
 
     name: str
     declaration: Declaration
     path: tuple[str, ...]
-    layer: int | None
+    slot: tuple[int, ...]
 
 
 def tensors_of(config: ModelConfig) -> list[Tensor]:
     result: list[Tensor] = []
+    sizes = config.axis_sizes()
     for path, declaration in jax.tree_util.tree_leaves_with_path(declarations(config), is_leaf=is_declaration):
         keys = tuple(part.key for part in path)
         if keys[0] != "layers":
-            result.append(Tensor(declaration.file_name, declaration, keys, None))
+            result.append(Tensor(declaration.file_name, declaration, keys, ()))
             continue
-        for layer in range(config.layers):
-            result.append(Tensor(f"model.layers.{layer}.{declaration.file_name}", declaration, keys, layer))
+        numbered = declaration.axes[: len(declaration.axes) - len(declaration.axes_in_file)]
+        counts = [config.layers, *(sizes[axis] for axis in numbered)]
+        for layer, *others in np.ndindex(*counts):
+            name = f"model.layers.{layer}.{declaration.file_name.format(*others)}"
+            result.append(Tensor(name, declaration, keys, (layer, *others)))
     return result
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from mwjax.model.config import ModelConfig
+from mwjax.model.experts import MixtureOfExperts, Routing
 from mwjax.model.parameters import Declaration, parameter
 from mwjax.model.rope import rotate
 
@@ -134,12 +136,25 @@ class Layer(nnx.Module):
         self.attention_norm = Norm(config, "embed", "input_layernorm.weight")
         self.attention = Attention(config)
         self.feed_forward_norm = Norm(config, "embed", "post_attention_layernorm.weight")
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config) if config.experts is None else MixtureOfExperts(config)
 
-    def __call__(self, x: jax.Array, rotations: Rotations, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self,
+        x: jax.Array,
+        rotations: Rotations,
+        attend: Attend,
+        weight: jax.Array | None = None,
+        mesh: Mesh | None = None,
+    ) -> tuple[jax.Array, Any, Routing | None]:
+        """x [B, T, width] -> (the same after the layer, whatever ``attend`` returned beside its values, what
+        `MixtureOfExperts` returns beside its own for ``weight`` [B, T])."""
         mixed, extra = self.attention(self.attention_norm(x), rotations, attend)
         x = x + mixed
-        return x + self.feed_forward(self.feed_forward_norm(x)), extra
+        normed = self.feed_forward_norm(x)
+        if isinstance(self.feed_forward, FeedForward):
+            return x + self.feed_forward(normed), extra, None
+        added, routing = self.feed_forward(normed, weight, mesh)
+        return x + added, extra, routing
 
 
 class Decoder(nnx.Module):

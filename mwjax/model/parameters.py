@@ -18,7 +18,8 @@ class Declaration(NamedTuple):
     """How a parameter is laid out here and in a Hugging Face file. All of it is about one layer, unstacked.
 
     ``file_axes`` are the axes of the tensor in the file, each a group of our axes merged in that order: a query
-    projection here ("embed", "heads", "head_dim") is (("heads", "head_dim"), ("embed",)) there.
+    projection here ("embed", "heads", "head_dim") is (("heads", "head_dim"), ("embed",)) there. A first axis that is
+    not among them is one of many tensors in the file: ``{}`` in ``file_name`` stands for its number.
     """
 
     axes: tuple[str, ...]
@@ -37,6 +38,11 @@ class Declaration(NamedTuple):
             Declaration(("lora", *self.axes[len(inner) :]), (outer_group, ("lora",)), name.format("B"), "zeros"),
         )
 
+    @property
+    def axes_in_file(self) -> tuple[str, ...]:
+        """Our axes without the one that numbers tensors."""
+        return self.axes[len(self.axes) - len(self._order()) :]
+
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
         return tuple(sizes[axis] for axis in self.axes)
 
@@ -44,15 +50,17 @@ class Declaration(NamedTuple):
         return tuple(int(np.prod([sizes[axis] for axis in group])) for group in self.file_axes)
 
     def to_file(self, array: np.ndarray) -> np.ndarray:
-        sizes = dict(zip(self.axes, array.shape))
+        sizes = dict(zip(self.axes_in_file, array.shape))
         return array.transpose(self._order()).reshape(self.file_shape(sizes))
 
     def from_file(self, array: np.ndarray, sizes: dict[str, int]) -> np.ndarray:
         order = self._order()
-        return array.reshape([sizes[self.axes[i]] for i in order]).transpose(np.argsort(order))
+        return array.reshape([sizes[self.axes_in_file[i]] for i in order]).transpose(np.argsort(order))
 
     def _order(self) -> list[int]:
-        return [self.axes.index(axis) for group in self.file_axes for axis in group]
+        names = [axis for group in self.file_axes for axis in group]
+        kept = [axis for axis in self.axes if axis in names]
+        return [kept.index(axis) for axis in names]
 
 
 def is_declaration(leaf: Any) -> bool:

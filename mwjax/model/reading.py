@@ -94,10 +94,9 @@ def _read(config: ModelConfig, stored: Mapping[str, Stored], dtype: Any, shardin
     def read(path: Any, abstract: jax.ShapeDtypeStruct, *where: jax.sharding.Sharding) -> jax.Array:
         tensors = by_path[tuple(part.key for part in path)]
         target = jnp.dtype(DTYPES[stored[tensors[0].name].dtype] if dtype is None else dtype)
-        array = np.empty((len(tensors), *abstract.shape[-len(tensors[0].declaration.axes) :]), target)
-        for slot, tensor in zip(array, tensors):
-            slot[...] = tensor.declaration.from_file(read_array(stored[tensor.name], tensor.name), sizes)
-        array = array.reshape(abstract.shape)
+        array = np.empty(abstract.shape, target)
+        for tensor in tensors:
+            array[tensor.slot] = tensor.declaration.from_file(read_array(stored[tensor.name], tensor.name), sizes)
         if not where:
             return jnp.asarray(array)
         return jax.make_array_from_callback(array.shape, where[0], lambda part: array[part])

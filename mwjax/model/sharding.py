@@ -23,6 +23,8 @@ RULES: dict[str, str | None] = {
     "vocab": TENSOR,
     "embed": FSDP,
     "mlp": TENSOR,
+    "experts": TENSOR,
+    "expert_mlp": None,
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "head_dim": None,
@@ -32,6 +34,9 @@ RULES: dict[str, str | None] = {
 HIDDEN = PartitionSpec(ROWS, CONTEXT, None)  # [B, T, D] or, of edges, [B, E, D]
 TOKENS = PartitionSpec(ROWS, CONTEXT)  # [B, T] or [B, E]
 HEADS = PartitionSpec(ROWS, CONTEXT, TENSOR, None)  # [B, T, H, head_dim]
+EXPERTS_IN = PartitionSpec(TENSOR, FSDP, None)  # experts' matrices from the residual stream [experts, D, F]
+EXPERTS_OUT = PartitionSpec(TENSOR, None, FSDP)  # and back [experts, F, D]
+ROUTER = PartitionSpec(FSDP, TENSOR)  # [D, experts]
 TABLE = PartitionSpec(TENSOR, FSDP)  # embedding and unembedding [V, D]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -149,11 +150,11 @@ def _shards(config: ModelConfig, params: Params, dtype: Any, source: Path | None
             origin = headers(source)[0]
     if config.tied and HEAD in origin:  # the source repeats the embedding: so do we
         declaration = next(tensor.declaration for tensor in tensors if tensor.name == EMBEDDING)
-        tensors.append(Tensor(HEAD, declaration, ("embedding",), None))
+        tensors.append(Tensor(HEAD, declaration, ("embedding",), ()))
 
     def size(tensor: Tensor) -> int:
         leaf = _get(params, tensor.path)
-        count = leaf.size if tensor.layer is None else leaf.size // leaf.shape[0]
+        count = math.prod(leaf.shape[len(tensor.slot) :])
         return count * jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize
 
     if {tensor.name for tensor in tensors} == set(origin):
@@ -203,7 +204,7 @@ def _write_weights(folder: Path, params: Params, shards: _Shards, dtype: Any) ->
 def _arrays(params: Params, shard: list[Tensor], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     for tensor in shard:
         leaf = _get(params, tensor.path)
-        array = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
+        array = np.asarray(leaf[tensor.slot])
         if dtype is not None:
             array = array.astype(jnp.dtype(dtype))
         yield tensor.name, np.ascontiguousarray(tensor.declaration.to_file(array))

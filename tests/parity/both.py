@@ -39,6 +39,7 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 20}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -58,6 +59,10 @@ CONFIGS = {
     "qwen3 untied": _config("qwen3", "Qwen3ForCausalLM", False, rms_norm_eps=1e-6),
     "qwen2": _config("qwen2", "Qwen2ForCausalLM", False, rope_theta=1e6),
     "qwen2 tied": _config("qwen2", "Qwen2ForCausalLM", True, num_key_value_heads=1),
+    "qwen3_moe": _config("qwen3_moe", "Qwen3MoeForCausalLM", False, rope_theta=1e6, norm_topk_prob=True, **EXPERTS),
+    "qwen3_moe tied, not normalised": _config(
+        "qwen3_moe", "Qwen3MoeForCausalLM", True, **{**EXPERTS, "num_experts": 5, "num_experts_per_tok": 3}
+    ),
     "llama tied": _config("llama", "LlamaForCausalLM", True, num_key_value_heads=3),
     "llama untied": _config("llama", "LlamaForCausalLM", False, num_key_value_heads=6),
     "llama llama3": _config("llama", "LlamaForCausalLM", True, rope_theta=5e5, rope_scaling=LLAMA3),

@@ -1,0 +1,172 @@
+"""A mixture of experts in place of the feed-forward block (Shazeer et al., arXiv:1701.06538; Qwen3, arXiv:2505.09388).
+
+Dropless: every token goes through all the experts it chose, however many others chose the same ones. Shapes are fixed
+nevertheless: the pairs of token and expert are sorted by expert and multiplied group by group (as in MegaBlocks,
+arXiv:2211.15841).
+
+An engine rounds otherwise than the trainer, and where two experts score alike, another one is chosen: then the two
+differ by a whole expert and not by rounding. With mixtures, expect the drift between training and rollout (``logdiff``)
+to have a longer tail than with dense models (arXiv:2507.18071, section 5.3; arXiv:2510.11370).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from mwjax.model.config import ModelConfig
+from mwjax.model.grouped import grouped_matmul
+from mwjax.model.parameters import parameter
+from mwjax.model.sharding import (
+    CONTEXT,
+    DATA,
+    EXPERTS_IN,
+    EXPERTS_OUT,
+    FSDP,
+    HIDDEN,
+    ROUTER,
+    ROWS,
+    TENSOR,
+    TOKENS,
+    constrain,
+)
+
+
+class Routing(NamedTuple):
+    """Sums over tokens, each times its weight, [experts] or [layers, experts]: how often every expert was chosen
+    (``load``, without gradient), and its probability among all experts."""
+
+    load: jax.Array
+    probability: jax.Array
+
+
+class MixtureOfExperts(nnx.Module):
+    """SwiGLU experts behind a router: the softmax over all experts, of which the ``per_token`` largest are kept and,
+    where the model is so, scaled to add up to one. Logits and softmax are float32 or wider."""
+
+    def __init__(self, config: ModelConfig):
+        assert config.experts is not None
+        self.router = parameter(config, "embed experts", "mlp.gate.weight", "experts embed", "embed")
+        into, out = "experts embed expert_mlp", "experts expert_mlp embed"
+        self.gate = parameter(config, into, "mlp.experts.{}.gate_proj.weight", "expert_mlp embed", "embed")
+        self.up = parameter(config, into, "mlp.experts.{}.up_proj.weight", "expert_mlp embed", "embed")
+        self.down = parameter(config, out, "mlp.experts.{}.down_proj.weight", "embed expert_mlp", "expert_mlp")
+        self.per_token, self.normalised = config.experts.per_token, config.experts.normalised
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array | None = None, mesh: Mesh | None = None
+    ) -> tuple[jax.Array, Routing | None]:
+        """x [B, T, D] -> (the block's output [B, T, D], sums for which a token counts as ``weight`` [B, T] says; None
+        without it).
+
+        On a mesh experts are split over ``tensor``: every device has all tokens of its rows and positions and computes
+        its own experts' part of them, and a sum over ``tensor`` joins the parts.
+        """
+        local = partial(_mixture, per_token=self.per_token, normalised=self.normalised, split=mesh is not None)
+        matrices = self.router[...], self.gate[...], self.up[...], self.down[...]
+        if mesh is None:
+            part, routing = local(x, weight, *matrices)
+            return part[0], routing
+        # The sum over tensor stands outside: so its gradient is a copy, where inside it would be a sum again.
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(HIDDEN, None if weight is None else TOKENS, ROUTER, EXPERTS_IN, EXPERTS_IN, EXPERTS_OUT),
+            out_specs=(PartitionSpec(TENSOR, ROWS, CONTEXT, None), PartitionSpec()),
+            check_vma=False,
+        )
+        parts, routing = mapped(x, weight, *matrices)
+        return constrain(jax.lax.reduce_sum(parts, axes=[0]), HIDDEN, mesh), routing
+
+
+def route(
+    tokens: jax.Array, router: jax.Array, per_token: int, normalised: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """tokens [N, D], router [D, experts] -> weights [N, per_token] and numbers of the chosen experts, largest first,
+    and all probabilities [N, experts]."""
+    wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    logits = jnp.matmul(tokens, router.astype(tokens.dtype), preferred_element_type=wide)
+    probability = jax.nn.softmax(logits, axis=-1)
+    weights, chosen = jax.lax.top_k(probability, per_token)
+    if normalised:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights, chosen, probability
+
+
+def _mixture(
+    x: jax.Array,
+    weight: jax.Array | None,
+    router: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    per_token: int,
+    normalised: bool,
+    split: bool,
+) -> tuple[jax.Array, Routing | None]:
+    """What the experts of this device add to x [B, T, D]: [1, B, T, D]; and the sums of all devices."""
+    tokens = x.reshape(-1, x.shape[-1])
+    first: jax.Array | int = 0
+    gate, up, down = (matrices.astype(x.dtype) for matrices in (gate, up, down))
+    if split:
+        first = jax.lax.axis_index(TENSOR) * len(gate)
+        router = jax.lax.all_gather(router, TENSOR, axis=1, tiled=True)
+        router = jax.lax.all_gather(router, FSDP, axis=0, tiled=True)
+        gate, up = (jax.lax.all_gather(matrices, FSDP, axis=1, tiled=True) for matrices in (gate, up))
+        down = jax.lax.all_gather(down, FSDP, axis=2, tiled=True)
+    weights, chosen, probability = route(tokens, router, per_token, normalised)
+
+    # Pairs of token and chosen expert, this device's experts first and in order; a token has at most so many of them.
+    count = len(gate)
+    expert = chosen.reshape(-1) - first
+    expert = jnp.where((expert >= 0) & (expert < count), expert, count)
+    order = jnp.argsort(expert)
+    place = jnp.argsort(order).reshape(chosen.shape)
+    ends = jnp.searchsorted(expert[order], jnp.arange(count, dtype=expert.dtype), side="right").astype(jnp.int32)
+    sizes = jnp.diff(ends, prepend=0)
+    pair = order[: len(tokens) * min(per_token, count)]
+    here = (jnp.arange(len(pair)) < ends[-1])[:, None]
+
+    rows = jnp.where(here, _to_pairs(tokens, pair, place), 0)
+    inner = jax.nn.silu(grouped_matmul(rows, gate, sizes)) * grouped_matmul(rows, up, sizes)
+    share = weights.astype(x.dtype).reshape(-1)[pair][:, None]
+    output = jnp.where(here, grouped_matmul(inner, down, sizes), 0) * share
+    output = _to_tokens(output, pair, place).reshape(1, *x.shape)
+    return output, None if weight is None else _sums(weight.reshape(-1), chosen, probability, split)
+
+
+def _sums(weight: jax.Array, chosen: jax.Array, probability: jax.Array, split: bool) -> Routing:
+    weight = weight.astype(probability.dtype)
+    times_chosen = jax.nn.one_hot(chosen, probability.shape[1], dtype=weight.dtype).sum(axis=1)
+    sums = Routing(weight @ times_chosen, weight @ probability)
+    return jax.lax.psum(sums, (DATA, FSDP, CONTEXT)) if split else sums
+
+
+# Either move goes back as the other: both directions of both are gathers, and no scatter is needed.
+@jax.custom_vjp
+def _to_pairs(tokens: jax.Array, pair: jax.Array, place: jax.Array) -> jax.Array:
+    """tokens [N, D] -> [M, D]: the tokens of the first M pairs in order. pair: int [M], the numbers of those pairs;
+    place: int [N, per_token], where in the order every pair stands."""
+    return tokens[pair // place.shape[1]]
+
+
+@jax.custom_vjp
+def _to_tokens(rows: jax.Array, pair: jax.Array, place: jax.Array) -> jax.Array:
+    """rows [M, D] of the first M pairs in order -> [N, D]: for every token the sum over its pairs."""
+    return rows.at[place].get(mode="fill", fill_value=0).sum(axis=1)
+
+
+_to_pairs.defvjp(
+    lambda tokens, pair, place: (_to_pairs(tokens, pair, place), (pair, place)),
+    lambda moved, gradient: (_to_tokens(gradient, *moved), None, None),
+)
+_to_tokens.defvjp(
+    lambda rows, pair, place: (_to_tokens(rows, pair, place), (pair, place)),
+    lambda moved, gradient: (_to_pairs(gradient, *moved), None, None),
+)
