@@ -207,7 +207,7 @@ def test_memory_that_does_not_suffice_is_no_damage(saved: Path, monkeypatch: pyt
         raise MemoryError
 
     with checkpoint.Checkpoints(saved, FINGERPRINT, keep=3) as checkpoints:
-        monkeypatch.setattr(checkpoints._manager, "restore", full)
+        monkeypatch.setattr(checkpoint.ocp.StandardCheckpointHandler, "restore", full)
         with pytest.raises(MemoryError):
             checkpoints.restore_newest(TEMPLATE)
     assert (saved / "checkpoints" / "3").is_dir()

@@ -22,6 +22,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
+from mwjax.train import distributed
 from mwjax.train.state import TrainState, checksums
 
 FOLDER = "checkpoints"
@@ -125,11 +126,13 @@ class Checkpoints:
         ``CheckpointUnreadable`` when it is damaged.
         """
         folder = self.folder / str(step)
-        position = _position(folder)
+        with _readable_everywhere(folder):
+            position = _position(folder)
         compare(position["fingerprint"], self.fingerprint, f"{folder}")
+        # The handler itself: around it Orbax waits for all processes, also for one that could not read its part.
+        with _readable_everywhere(folder), contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            state = handler.restore(folder / "state", args=ocp.args.StandardRestore(template))
         with _readable(folder):
-            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-            state = self._manager.restore(step, args=arguments)["state"]
             _verify(checksums(state), position["checksums"])
         return state
 
@@ -252,8 +255,8 @@ def best(run_dir: epath.PathLike, scores: Scores) -> int:
 
 def _position(folder: epath.Path) -> dict[str, Any]:
     """What was saved beside the state. Raises ``CheckpointUnreadable``."""
-    with _readable(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        sealed = reader.restore(folder / "position", args=ocp.args.JsonRestore())
+    with _readable(folder), contextlib.closing(ocp.JsonCheckpointHandler()) as handler:
+        sealed = handler.restore(folder / "position", args=ocp.args.JsonRestore())
         position = {key: value for key, value in sealed.items() if key != "checksum"}
         if "checksum" not in sealed:
             raise ValueError("it has no checksum: an older mwjax made it, or it is torn")
@@ -297,6 +300,20 @@ def _readable(folder: epath.Path) -> Iterator[None]:
         raise CheckpointUnreadable(f"{reason}\nUse another step of that run.", reason) from error
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _readable_everywhere(folder: epath.Path) -> Iterator[None]:
+    """As `_readable`, and what is damaged for one process is damaged for all."""
+    found: CheckpointUnreadable | None = None
+    try:
+        with _readable(folder):
+            yield
+    except CheckpointUnreadable as error:
+        found = error
+    reasons = [reason for reason in distributed.gathered(found and [str(found), found.reason]) if reason]
+    if reasons:
+        raise CheckpointUnreadable(*reasons[0]) from found
 
 
 def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:

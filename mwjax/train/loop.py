@@ -22,6 +22,7 @@ from mwjax.train import (
     card,
     curves,
     debug,
+    distributed,
     evaluation,
     exact,
     frozen,
@@ -34,7 +35,7 @@ from mwjax.train import (
 )
 from mwjax.train.checkpoint import Checkpoints
 from mwjax.train.config import RunConfig
-from mwjax.train.mesh import WHOLE, leads, make_mesh, on_every_process, place_rows, share
+from mwjax.train.mesh import WHOLE, AnyProcess, leads, make_mesh, on_every_process, place_rows, share
 from mwjax.train.optimizer import learning_rate, optimizer
 from mwjax.train.progress import Reporter, measuring
 from mwjax.train.recompiles import CompileCounter
@@ -85,8 +86,9 @@ def run(config: RunConfig) -> TrainResult:
     ``config.run_dir``; continues there when it holds checkpoints. Raises ValueError for what the user can put right
     (data, options, a run directory of another configuration, a loss that is not finite).
     """
-    trackers.check(config.tracking)
     config = setup.resolved(config)
+    distributed.check_alike(dict(load.flat(config.model_dump(mode="json"))), "options")
+    trackers.check(config.tracking)
     with jax.disable_jit() if config.debug else contextlib.nullcontext():
         return _train(config, _prepare(config))
 
@@ -130,6 +132,9 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
     run_dir = epath.Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total, made.frozen_digest)
+    held = {"evaluation (content of the rollouts)": made.held.contents} if made.held else {}
+    distributed.check_alike({**fingerprint, **held}, "data or weights")
+    distributed.check_shared(run_dir)
     kept = config.checkpoint
     # Signals are caught until the last checkpoint is written.
     with StopOnSignal() as stop, Checkpoints(run_dir, fingerprint, kept.keep, kept.best) as checkpoints:
@@ -149,19 +154,20 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
         for file in (metrics_log.FILE, metrics_log.EVALUATION) if leads() else ():
             metrics_log.truncate(run_dir, begun, file)
         with (
-            Reporter(made.total, begun, config.log_every) as reporter,
+            Reporter(made.total, begun, config.log_every, quiet=not leads()) as reporter,
             trackers.tracking(config, begun, reporter.say) as tracked,
             CompileCounter((*COMPILED, evaluation.COMPILED)) as compiled,
         ):
             _announce(reporter, config, made, begun, restored.damaged if restored else (), changed)
-            log = _Log(config, made, compiled, reporter, tracked, stop, begun)
+            stopping = _Stopping(stop, made.mesh)
+            log = _Log(config, made, compiled, reporter, tracked, stopping, begun)
             log.write_card()
             log.evaluate(begun, current.params)
             done = begun
-            if begun < made.total and not stop.requested:
+            if begun < made.total and not stopping.now():
                 step = _build(config, made, template.params, transform)
                 comparison = _comparison(config, made, initial, step)
-                done = _steps(config, made, step, comparison, current, checkpoints, log, stop)
+                done = _steps(config, made, step, comparison, current, checkpoints, log, stopping)
             elif begun:
                 log.write_card()
     return TrainResult(
@@ -172,6 +178,21 @@ def _train(config: RunConfig, made: _Prepared) -> TrainResult:
         stopped=done < made.total,
         last=log.rows[-1] if log.rows else None,
     )
+
+
+class _Stopping:
+    """Whether to stop on a signal: all processes learn it at the same place, whichever of them it came to."""
+
+    def __init__(self, signal: StopOnSignal, mesh: Mesh) -> None:
+        self._signal, self._any = signal, AnyProcess(mesh)
+
+    def now(self) -> bool:
+        """Whether any process has had a signal; waits until all have asked."""
+        return any(distributed.gathered(self._signal.requested))
+
+    def soon(self) -> bool:
+        """The same as of the call before, where there are several processes, without waiting."""
+        return self._any(self._signal.requested)
 
 
 def _free(params: Any) -> None:
@@ -195,7 +216,7 @@ def _steps(
     current: state.TrainState,
     checkpoints: Checkpoints,
     log: _Log,
-    stop: StopOnSignal,
+    stop: _Stopping,
 ) -> int:
     """Runs the steps from ``current.step`` on; returns the number of steps done in all."""
     loss, sdcc = setup.loss_config(config.loss), config.loss.sdcc
@@ -219,7 +240,7 @@ def _steps(
             )
         log.add(batches, outcome, weight if distils else None)
         done = batches.step + 1
-        stopping = stop.requested  # read once: a signal may come at any time
+        stopping = stop.soon()  # asked once: a signal may come at any time
         if not stopping:
             log.evaluate(done, current.params)
         if done == made.total or stopping or (every and done % every == 0):
@@ -263,7 +284,7 @@ class _Log:
         compiled: CompileCounter,
         reporter: Reporter,
         tracked: trackers.Trackers,
-        stop: StopOnSignal,
+        stop: _Stopping,
         begun: int,
     ) -> None:
         self.config, self.made, self.compiled, self.reporter = config, made, compiled, reporter
@@ -315,7 +336,7 @@ class _Log:
 
         def go_on(done: int, total: int) -> bool:
             self.reporter.evaluating(done, total)
-            return not self.stop.requested or jax.process_count() > 1  # the others wait for this one
+            return not self.stop.soon()
 
         self.evaluations.add(step, model.join_params(params, self.made.frozen), go_on)
         self.since, self.compiling = time.perf_counter(), self.compiled.seconds

@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -57,6 +58,24 @@ def share(mesh: Mesh) -> Share:
 def leads() -> bool:
     """Whether this process is the one that writes what all of them know."""
     return jax.process_index() == 0
+
+
+class AnyProcess:
+    """Whether any process says yes, known to all at the same place of the program, without waiting for the devices."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._asked = mesh, None
+        self._sharding = NamedSharding(mesh, PartitionSpec(sharding.AXES))
+        self._any = jax.jit(jnp.any, out_shardings=replicated(mesh))
+
+    def __call__(self, mine: bool) -> bool:
+        """Takes this process's word and returns whether any said yes by the call before: the sum over the devices is
+        read one call later. One process alone learns its own word at once. All processes must call."""
+        if jax.process_count() == 1:
+            return mine
+        before, word = self._asked, np.full(1, mine)
+        self._asked = self._any(jax.make_array_from_callback((self._mesh.size,), self._sharding, lambda _: word))
+        return before is not None and bool(before)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -15,17 +15,19 @@ from rich.text import Text
 
 class Reporter:
     """Shows the metric rows of a run of ``total`` steps, ``done`` of which an earlier start of it made: as a live
-    display on a terminal, else as a plain line every ``every`` steps."""
+    display on a terminal, else as a plain line every ``every`` steps. ``quiet``: nothing at all."""
 
-    def __init__(self, total: int, done: int, every: int) -> None:
-        self.total, self.every = total, every
-        self.console = console = Console(stderr=True, highlight=False)
+    def __init__(self, total: int, done: int, every: int, quiet: bool = False) -> None:
+        self.total, self.every, self.quiet = total, every, quiet
+        self.console = console = Console(stderr=True, highlight=False, quiet=quiet)
         self.bar = Progress(
             TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=console
         )
         self.task = self.bar.add_task("step", total=total, completed=done)
         self.scoring = self.bar.add_task("evaluating", visible=False)
-        self.live = Live(Group(self.bar, Text("compiling")), console=console) if console.is_terminal else None
+        self.live = (
+            Live(Group(self.bar, Text("compiling")), console=console) if console.is_terminal and not quiet else None
+        )
 
     def __enter__(self) -> Reporter:
         if self.live is not None:
@@ -42,7 +44,7 @@ class Reporter:
         """A line that stays."""
         if self.live is not None:
             self.live.console.print(message, markup=False, soft_wrap=True)
-        else:
+        elif not self.quiet:
             print(message, file=sys.stderr, flush=True)
 
     def show(self, text: Text) -> None:
