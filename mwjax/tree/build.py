@@ -10,6 +10,17 @@ from mwjax.rollouts.record import MAIN_CHAIN, Edit, Rollout
 from mwjax.tree.alignment import align, common_prefix
 from mwjax.tree.history import History, TreeError, apply_edit
 
+DETAILS = (
+    "compaction",
+    "fold",
+    "pruned_tool_result",
+    "template",
+    "tool_json",
+    "retokenised",
+    "injected_turn",
+    "system_prompt",
+)
+
 
 @dataclass(frozen=True, eq=False)
 class View:
@@ -30,7 +41,7 @@ class Junction:
 
     at: common prefix length of the old view and the new prompt. evicted: old tokens that are gone. inserted: prompt
     tokens that were not in the old view. reason: ``resample``, ``restart``, ``deletion``, ``insertion`` or
-    ``replacement``. detail: what the harness did, where its edits say so.
+    ``replacement``. detail: one of ``DETAILS``, where the harness's edits or the log tell.
     """
 
     chain: str
@@ -218,7 +229,7 @@ def _continue_chain(rollout: Rollout, chain: _Chain, turn: int, edits: list[tupl
         reason = "deletion"
     else:
         reason = "replacement" if evicted else "insertion"
-    detail = _detail(history, [edit for _, edit in edits])
+    detail = _detail(history, [edit for _, edit in edits]) or _recorded_detail(rollout, turn)
     chain.junctions.append(Junction(rollout.turns[turn].chain, turn, at, evicted, inserted, reason, detail))
     chain.views.append(_OpenView(prompt, union, [], []))
 
@@ -275,6 +286,13 @@ def _detail(history: History, edits: list[Edit]) -> str | None:
         by_policy = any(edit.replacement_from or edit.author == "policy" for edit in evicting)
         return "fold" if by_policy else "compaction"
     return None
+
+
+def _recorded_detail(rollout: Rollout, turn: int) -> str | None:
+    """What the log that a rollout was imported from says about the junction at a turn: ``meta["junction_details"]``."""
+    said = rollout.meta.get("junction_details")
+    detail = said.get(str(turn)) if isinstance(said, dict) else None
+    return detail if detail in DETAILS else None
 
 
 def _sampled_tokens(

@@ -233,7 +233,7 @@ def _name(chains: Sequence[_Chain], calls: Sequence[Call]) -> None:
         )
 
     main = max(chains, key=rank)
-    carried = {main_cause for main_cause in main.causes.values()}
+    carried = set(main.causes.values())
     counts: dict[str, int] = {}
     for chain in chains:
         if chain is main:
@@ -256,7 +256,7 @@ def _name(chains: Sequence[_Chain], calls: Sequence[Call]) -> None:
         else:
             kind = "side"
         counts[kind] = counts.get(kind, 0) + 1
-        chain.name = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
+        chain.name = f"{kind}-{counts[kind]}"
         chain.purpose = "act" if kind in ("resample", "subagent") else kind
 
 
