@@ -1,0 +1,274 @@
+"""What a training run would take on a TPU slice, before it is rented: the train step compiled for it by XLA itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from mwjax import model
+from mwjax.launch import ahead, flops, memory, presets, roofline, search
+from mwjax.launch.topologies import Slice
+from mwjax.model import sharding
+from mwjax.train import setup
+from mwjax.train.config import RunConfig
+
+Say = Callable[[str, int, int], None]  # (what is done now, compilations done, the most there can be)
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on a slice. config: as compiled; chosen: what was chosen in place of what the configuration says,
+    as KEY=VALUE; programs: the functions that were compiled; failure: the one that was not; peak: the fullest moment
+    of a step on one device, None where nothing was compiled; limits: of one run of each function; estimate: of a step,
+    None where not all was compiled. seconds: compiling took."""
+
+    slice: Slice
+    config: RunConfig
+    shape: model.ModelConfig
+    microbatches: int
+    density: float
+    chosen: tuple[str, ...]
+    programs: tuple[ahead.Program, ...]
+    failure: ahead.Failure | None
+    resident: memory.Resident | None
+    peak: memory.Peak | None
+    flops: flops.Flops | None
+    limits: dict[str, roofline.Limits]
+    estimate: roofline.Estimate | None
+    seconds: float
+
+    @property
+    def usable(self) -> float:
+        """Bytes a program may have on one device."""
+        return memory.usable(self.slice.generation)
+
+    @property
+    def needed(self) -> float | None:
+        """Bytes on one device at the fullest moment, as far as known."""
+        if self.peak is not None:
+            return self.peak.total
+        return None if self.failure is None else self.failure.needed
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything compiled, and is on a device at once."""
+        return self.failure is None and self.peak is not None and self.peak.total <= self.usable
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A slice's plans. asked: the configuration as it is; tried: the others that were compiled because it does not fit,
+    the last of which fits if any does."""
+
+    asked: Plan
+    tried: tuple[Plan, ...]
+    untried: int
+
+    @property
+    def fitting(self) -> Plan | None:
+        """The nearest plan that fits."""
+        return next((plan for plan in (self.asked, *self.tried) if plan.fits), None)
+
+
+def check_installed() -> None:
+    """Raises PlanError without libtpu."""
+    if find_spec("libtpu") is None:
+        raise PlanError("plan compiles with XLA's TPU compiler, libtpu: pip install 'mwjax[tpu]' (no TPU is needed)")
+
+
+def make(
+    config: RunConfig,
+    slice_: Slice,
+    *,
+    auto: bool = False,
+    density: float = 1.0,
+    microbatches: int | None = None,
+    tries: int = 6,
+    say: Say = lambda what, done, most: None,
+) -> Planned:
+    """Plan ``config`` on a slice: compile its step, and where that does not fit, up to ``tries`` other ways.
+
+    auto: choose the mesh, also where the configuration has one. density: visible pairs of a row as a share of a causal
+    one's. microbatches: of a step; None: as many as hold its rollouts, one a row. say: is told what goes on.
+
+    Raises PlanError, and ModelFilesError where the decoder's config.json cannot be had.
+    """
+    check_installed()
+    config = ahead.for_tpu(config)
+    shape = setup.decoder_shape(config.model, presets.DECODERS)
+    try:
+        devices = ahead.devices(slice_)
+    except RuntimeError as error:
+        raise PlanError(f"{slice_.name}: XLA's TPU compiler does not take {slice_.topology}: {error}") from error
+    rows_a_step = (microbatches or _microbatches(config)) * config.data.rows_per_microbatch
+    listed: list[search.Candidate] | None = None
+    compiled: list[Plan] = []
+
+    def ways() -> list[search.Candidate]:
+        nonlocal listed
+        if listed is None:
+            say(f"{slice_.name}: listing meshes", len(compiled), 1 + tries)
+            listed = search.candidates(config, shape, slice_, devices)
+        return listed
+
+    def assess(made: RunConfig) -> Plan:
+        steps = -(-rows_a_step // made.data.rows_per_microbatch)
+        compiled.append(
+            _assess(
+                made,
+                config,
+                shape,
+                slice_,
+                devices,
+                steps,
+                density,
+                lambda what: say(f"{slice_.name}: {what}", len(compiled), 1 + tries),
+            )
+        )
+        return compiled[-1]
+
+    first = config
+    if auto or config.mesh.devices != len(devices):
+        possible = [one for one in ways() if one.config.data.row_length == config.data.row_length]
+        if not possible:
+            raise PlanError(f"{slice_.name}: no mesh over its {len(devices)} devices divides the decoder and its rows")
+        likely = search.hopeful(possible, slice_)
+        first = (likely[0] if likely else min(possible, key=lambda one: one.bytes)).config
+    asked = assess(first)
+    if asked.fits or (asked.failure is not None and not asked.failure.out_of_memory):
+        return Planned(asked, (), 0)
+    scale = _scale(asked, ways())
+    others = [one for one in search.hopeful(ways(), slice_, scale) if one.config != asked.config]
+    tried: list[Plan] = []
+    for one in others[:tries]:
+        tried.append(assess(one.config))
+        if tried[-1].fits:
+            break
+    return Planned(asked, tuple(tried), len(others) - len(tried))
+
+
+def _microbatches(config: RunConfig) -> int:
+    return -(-config.data.rollouts_per_step // config.data.rows_per_microbatch)
+
+
+def _scale(asked: Plan, ways: Sequence[search.Candidate]) -> float:
+    """By how much the guesses were short of what the compiler found."""
+    guess = next((one.bytes for one in ways if one.config == asked.config), None)
+    return max(asked.needed / guess, 0.8) if asked.needed and guess else 1.0
+
+
+def _assess(
+    config: RunConfig,
+    asked: RunConfig,
+    shape: model.ModelConfig,
+    slice_: Slice,
+    devices: Sequence[Any],
+    microbatches: int,
+    density: float,
+    say: Callable[[str], None],
+) -> Plan:
+    """Compile the functions of a step, the largest first, as long as they fit."""
+    begun = time.perf_counter()
+    programs: list[ahead.Program] = []
+    failure, lowering, peak = None, None, None
+    try:
+        mesh = sharding.make_mesh(**config.mesh.model_dump(), devices=devices)
+        lowering = ahead.lower(config, shape, mesh, microbatches, density)
+    except (ValueError, NotImplementedError) as error:
+        failure = ahead.Failure("mesh", " ".join(str(error).split()))
+    for name in lowering.functions if lowering is not None else ():
+        say(f"compiling {name} ({describe(config)})")
+        assert lowering is not None
+        made = ahead.compile_one(lowering, name, len(devices))
+        if isinstance(made, ahead.Failure):
+            failure = made
+            break
+        programs.append(made)
+        peak = memory.peaks(
+            lowering.resident,
+            {program.name: (program.peak, program.arguments) for program in programs},
+            sum(program.code for program in programs),
+        )[0]
+        if peak.total > memory.usable(slice_.generation):
+            break
+    limits = {} if lowering is None else _limits(slice_, lowering, programs, len(devices))
+    complete = lowering is not None and len(programs) == len(lowering.functions)
+    return Plan(
+        slice=slice_,
+        config=config,
+        shape=shape,
+        microbatches=microbatches,
+        density=density,
+        chosen=tuple(_changes(asked, config)),
+        programs=tuple(programs),
+        failure=failure,
+        resident=None if lowering is None else lowering.resident,
+        peak=peak,
+        flops=None if lowering is None else lowering.flops,
+        limits=limits,
+        estimate=_estimate(slice_, lowering, limits, config, microbatches) if complete and lowering else None,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _limits(
+    slice_: Slice, lowering: ahead.Lowering, programs: Sequence[ahead.Program], devices: int
+) -> dict[str, roofline.Limits]:
+    computed = {"accumulate": lowering.flops.total}
+    if lowering.score_flops is not None:
+        computed["score"] = lowering.score_flops.total
+    return {
+        program.name: roofline.limits(
+            slice_.generation,
+            devices,
+            computed.get(program.name, 0.0),
+            program.traffic.hbm_bytes,
+            sum(one.sent for one in program.traffic.collectives),
+        )
+        for program in programs
+    }
+
+
+def _estimate(
+    slice_: Slice,
+    lowering: ahead.Lowering,
+    limits: dict[str, roofline.Limits],
+    config: RunConfig,
+    microbatches: int,
+) -> roofline.Estimate:
+    seconds = limits["apply"].seconds + microbatches * sum(
+        one.seconds for name, one in limits.items() if name != "apply"
+    )
+    tokens = microbatches * config.data.rows_per_microbatch * config.data.row_length
+    scored = lowering.score_flops
+    counted = sum(lowering.flops.model.values()) + (0.0 if scored is None else sum(scored.model.values()))
+    return roofline.estimate(slice_.generation, config.mesh.devices, seconds, tokens, microbatches * counted)
+
+
+def describe(config: RunConfig) -> str:
+    """The options that a search changes, in a few words."""
+    mesh = " ".join(f"{axis} {size}" for axis, size in config.mesh.model_dump().items() if size > 1) or "one device"
+    rows, length = config.data.rows_per_microbatch, config.data.row_length
+    return f"{mesh}; {rows} rows of {length:,}; remat {config.model.remat}"
+
+
+def _changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """What to add to the command line to get ``after``."""
+    sections: tuple[tuple[str, Any, Any], ...] = (
+        ("mesh", before.mesh, after.mesh),
+        ("data", before.data, after.data),
+        ("model", before.model, after.model),
+    )
+    return [
+        f"{section}.{key}={value}"
+        for section, old, new in sections
+        for key, value in new.model_dump().items()
+        if value != old.model_dump()[key]
+    ]

@@ -1,0 +1,213 @@
+"""A plan as tables for people and as values for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mwjax.launch import plan
+from mwjax.launch.topologies import GIB
+from mwjax.train import setup
+
+NOT_RUN = (
+    "compiled by XLA for this slice, not run on a TPU: memory is the compiler's, times are estimates (upper bounds of "
+    "speed: published peaks, compute, memory and links overlapped)"
+)
+
+
+def show(planned: plan.Planned, console: Console) -> None:
+    """Print the plan, the way that fits if it is another one, and what else was tried."""
+    _show_plan(planned.asked, console)
+    for other in planned.tried:
+        if not other.fits:
+            console.print(f"  tried: {plan.describe(other.config)}: {_verdict(other)}")
+    found = planned.fitting
+    if found is not None and found is not planned.asked:
+        console.print(f"\nThe nearest that fits: {' '.join(found.chosen) or 'as configured'}")
+        _show_plan(found, console)
+    elif found is None:
+        left = f"; {planned.untried} more could be tried: --tries" if planned.untried else ""
+        failure = planned.asked.failure
+        if failure is None or failure.out_of_memory:
+            tried = f"none of {len(planned.tried)} others does" if planned.tried else "nothing else is likely to"
+            console.print(f"\nDoes not fit, and {tried}{left or ': take a larger slice'}", style="bold red")
+
+
+def _show_plan(made: plan.Plan, console: Console) -> None:
+    config, slice_ = made.config, made.slice
+    console.print(f"\n[bold]{slice_.describe()}[/]")
+    console.print(
+        f"  {config.model.path or 'small random model'}, {setup.method(config)}, {config.loss.task}; "
+        f"{plan.describe(config)}; {made.microbatches} micro-batches a step; attention {config.model.attention}, "
+        f"{config.model.dtype}"
+    )
+    if made.chosen:
+        console.print(f"  chosen here: {' '.join(made.chosen)}")
+    console.print(f"  {_verdict(made)}", style="bold green" if made.fits else "bold red")
+    if made.peak is not None:
+        console.print(_memory_table(made))
+    if made.programs:
+        console.print(_programs_table(made))
+        console.print(_collectives_table(made))
+    _show_estimate(made, console)
+    for note in notes(made):
+        console.print(f"  note: {note}", style="dim")
+
+
+def _verdict(made: plan.Plan) -> str:
+    if made.failure is not None:
+        what = "does not fit" if made.failure.out_of_memory else "does not compile"
+        return f"{what}: {made.failure.function}: {made.failure.cause}"
+    assert made.peak is not None
+    room = made.usable - made.peak.total
+    used = f"{_size(made.peak.total)} of {_size(made.usable)}"
+    if room < 0:
+        return f"does not fit: {used} a device, {_size(-room)} too much (in {made.peak.function})"
+    return f"fits: {used} a device, {_size(room)} left ({room / made.usable:.0%})"
+
+
+def _memory_table(made: plan.Plan) -> Table:
+    assert made.peak is not None
+    table = Table(title=f"Memory of one device at its fullest, in {made.peak.function}", title_justify="left")
+    table.add_column("kind")
+    table.add_column("bytes", justify="right")
+    for kind, size in made.peak.kinds.items():
+        table.add_row(KINDS.get(kind, kind), _size(size))
+    table.add_row("together", _size(made.peak.total), style="bold")
+    table.add_row("headroom", _size(made.usable - made.peak.total))
+    return table
+
+
+KINDS = {
+    "frozen": "parameters that are not trained",
+    "optimiser": "optimiser state",
+    "teacher": "averaged teacher",
+    "reference": "initial weights, compared with",
+    "gradients": "gradient sums",
+    "batch": "batch (all micro-batches)",
+    "temporaries": "temporaries (activations, gathered weights, padding)",
+    "code": "code",
+}
+
+
+def _programs_table(made: plan.Plan) -> Table:
+    table = Table(title="One run of each function, on one device (times: estimates)", title_justify="left")
+    table.add_column("function")
+    headings = ("a step", "compute s", "memory s", "links s", "limit", "memory", "links")
+    for name in headings:
+        table.add_column(name, justify="right")
+    for program in made.programs:
+        limits = made.limits[program.name]
+        table.add_row(
+            program.name,
+            str(1 if program.name == "apply" else made.microbatches),
+            *(f"{value:.3g}" for value in limits),
+            limits.by,
+            _size(program.traffic.hbm_bytes),
+            _size(sum(one.sent for one in program.traffic.collectives)),
+        )
+    return table
+
+
+def _collectives_table(made: plan.Plan) -> Table:
+    table = Table(title="Collectives of one run, per device", title_justify="left")
+    table.add_column("function")
+    table.add_column("kind")
+    for name in ("count", "bytes", "sent"):
+        table.add_column(name, justify="right")
+    for program in made.programs:
+        for one in program.traffic.collectives:
+            table.add_row(program.name, one.kind, f"{one.count:,}", _size(one.bytes), _size(one.sent))
+    return table
+
+
+def _show_estimate(made: plan.Plan, console: Console) -> None:
+    if made.flops is not None:
+        model, again = sum(made.flops.model.values()), sum(made.flops.again.values())
+        parts = ", ".join(f"{name} {value:.3g}" for name, value in made.flops.model.items())
+        console.print(
+            f"  FLOPs of a micro-batch, all devices: {model:.4g} ({parts}) and {again:.3g} computed again; attention "
+            f"over {made.density:g} of a causal row's pairs, rows taken as full"
+        )
+    if made.estimate is not None:
+        found = made.estimate
+        console.print(
+            f"  [bold]estimate[/]: {found.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, "
+            f"MFU {found.mfu:.0%} at best"
+        )
+
+
+def notes(made: plan.Plan) -> list[str]:
+    """What to know about a plan."""
+    found = [NOT_RUN]
+    unknown = sum(program.traffic.unknown_loops for program in made.programs)
+    if unknown:
+        found.append(f"{unknown} loops run as often as the data decides; their bytes count once")
+    if made.config.model.attention == "blockwise":
+        found.append("attention blockwise is for any device; on TPUs model.attention=splash or pallas is the kernel")
+    if made.config.loss.old_logprobs == "recompute" and setup.method(made.config) not in ("packed", "logittree"):
+        found.append("loss.old_logprobs=recompute scores rows whose length the data decides: not planned")
+    return found
+
+
+def to_json(made: Iterable[plan.Planned]) -> list[dict[str, Any]]:
+    """Every figure; sizes in bytes, times in seconds."""
+    return [
+        {
+            **_values(one.asked),
+            "tried": [_values(other) for other in one.tried],
+            "fitting": None if one.fitting is None else list(one.fitting.chosen),
+        }
+        for one in made
+    ]
+
+
+def _values(made: plan.Plan) -> dict[str, Any]:
+    slice_, config = made.slice, made.config
+    estimate = made.estimate
+    return {
+        "slice": slice_.name,
+        "chips": slice_.chips,
+        "hosts": slice_.hosts,
+        "topology": slice_.topology,
+        "mesh": config.mesh.model_dump(),
+        "model": config.model.path,
+        "method": setup.method(config),
+        "attention": config.model.attention,
+        "dtype": config.model.dtype,
+        "remat": config.model.remat,
+        "row_length": config.data.row_length,
+        "rows_per_microbatch": config.data.rows_per_microbatch,
+        "microbatches": made.microbatches,
+        "density": made.density,
+        "chosen": list(made.chosen),
+        "fits": made.fits,
+        "failure": None if made.failure is None else vars(made.failure),
+        "usable_bytes": made.usable,
+        "memory": None
+        if made.peak is None
+        else {"function": made.peak.function, "total": made.peak.total, **made.peak.kinds},
+        "flops": None if made.flops is None else made.flops._asdict(),
+        "functions": {
+            program.name: {
+                "compile_seconds": program.seconds,
+                "peak_bytes": program.peak,
+                "hbm_bytes": program.traffic.hbm_bytes,
+                "unknown_loops": program.traffic.unknown_loops,
+                "collectives": [one._asdict() for one in program.traffic.collectives],
+                "limits": made.limits[program.name]._asdict(),
+            }
+            for program in made.programs
+        },
+        "estimate": None if estimate is None else estimate._asdict(),
+        "seconds": made.seconds,
+        "ran_on_tpu": False,
+    }
+
+
+def _size(size: float) -> str:
+    """1234567 -> "1.18 MiB"."""
+    return f"{size / GIB:,.2f} GiB" if abs(size) >= 0.05 * GIB else f"{size / 2**20:,.2f} MiB"

@@ -1,0 +1,87 @@
+"""What `mwjax plan` was asked, carried out: one slice after another, with progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+
+from mwjax.launch import topologies
+from mwjax.train import load
+
+# For libtpu, which compiles without a TPU: beside other processes that use it, and leaving real TPUs alone.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line. slices: names, separated by commas; auto: choose the mesh; the others as `plan.make`."""
+
+    config: str | None
+    overrides: tuple[str, ...]
+    slices: str
+    auto: bool
+    density: float
+    microbatches: int | None
+    tries: int
+    as_json: bool
+
+
+def carry_out(asked: Request) -> int:
+    """Plan and print; 0 where everything fits as asked or as chosen, 1 where something does not fit.
+
+    Raises ValueError for what the user can put right.
+    """
+    slices = [topologies.find(name) for name in asked.slices.split(",") if name.strip()]
+    config = load.load(asked.config, asked.overrides)
+    os.environ.update(ENVIRONMENT)  # before jax is imported
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from mwjax.launch import plan, plan_report
+
+    plan.check_installed()
+    console, results = Console(stderr=True, highlight=False), Console(highlight=False)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    made: list[plan.Planned] = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        for slice_ in slices:
+            task = bar.add_task(slice_.name, total=None)
+
+            def say(what: str, done: int, most: int, task: int = task) -> None:
+                bar.update(task, description=what, completed=done, total=most)  # type: ignore[arg-type]
+                if not console.is_terminal:
+                    print(f"mwjax: {what}", file=sys.stderr, flush=True)
+
+            made.append(
+                plan.make(
+                    config,
+                    slice_,
+                    auto=asked.auto,
+                    density=asked.density,
+                    microbatches=asked.microbatches,
+                    tries=asked.tries,
+                    say=say,
+                )
+            )
+            bar.remove_task(task)
+            if not asked.as_json:
+                plan_report.show(made[-1], results)
+    if asked.as_json:
+        print(json.dumps(plan_report.to_json(made), indent=1))
+    return 0 if all(one.fitting is not None for one in made) else 1
