@@ -599,7 +599,8 @@ tried again on other meshes, with stronger remat, smaller micro-batches and shor
 takes minutes.
 
 \b
-Needs libtpu: pip install 'mwjax[tpu]'. Exit status: 0 it fits, as asked or as found, 1 something does not, 2 wrong usage
+Needs libtpu: pip install 'mwjax[tpu]'.
+Exit status: 0 it fits, as asked or as found, 1 something does not fit, 2 wrong usage
 """
 
 
@@ -607,7 +608,7 @@ Needs libtpu: pip install 'mwjax[tpu]'. Exit status: 0 it fits, as asked or as f
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, as for train.")],
     topology: Annotated[
-        str, typer.Option(metavar="SLICE[,SLICE...]", help="As rented: v5p-N counts cores, v5litepod-N and v6e-N chips.")
+        str, typer.Option(metavar="SLICE,...", help="As rented: v5p-N counts cores, v5litepod-N and v6e-N chips.")
     ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Options to change.")] = None,
     mesh: Annotated[

@@ -54,14 +54,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Lowering:
-    """What there is to compile on a mesh, and what a device holds meanwhile. compile: of every function; arguments:
-    bytes of theirs on a device; score_flops: None where no function scores."""
+    """What there is to compile on a mesh, and what a device holds meanwhile. functions: each compiles when it is called;
+    arguments: bytes of theirs on a device; computed: of ``accumulate``; scoring: of ``score``, None without it."""
 
     functions: Mapping[str, Callable[[], Any]]
     arguments: Mapping[str, int]
     resident: memory.Resident
-    flops: flops.Flops
-    score_flops: flops.Flops | None
+    computed: flops.Flops
+    scoring: flops.Flops | None
 
 
 def devices(slice_: Slice) -> list[Any]:
@@ -101,7 +101,7 @@ def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches:
         _placed(shapes.gradients, placed), _placed(shapes.numerator, everywhere), _placed(shapes.metrics, everywhere)
     )
     number = jax.ShapeDtypeStruct((), np.float32)
-    edges = batch.rows.edges.parent
+    edges: Any = batch.rows.edges.parent
     ratios = None
     if step_config.loss.task == "policy_gradient" and step_config.loss.policy_gradient.algorithm == "gspo":
         ratios = jax.ShapeDtypeStruct(edges.shape, np.float32, sharding=edges.sharding)

@@ -211,7 +211,7 @@ def _assess(
         failure=failure,
         resident=None if lowering is None else lowering.resident,
         peak=peak,
-        flops=None if lowering is None else lowering.flops,
+        flops=None if lowering is None else lowering.computed,
         limits=limits,
         estimate=_estimate(slice_, lowering, limits, config, microbatches) if complete and lowering else None,
         seconds=time.perf_counter() - begun,
@@ -221,9 +221,9 @@ def _assess(
 def _limits(
     slice_: Slice, lowering: ahead.Lowering, programs: Sequence[ahead.Program], devices: int
 ) -> dict[str, roofline.Limits]:
-    computed = {"accumulate": lowering.flops.total}
-    if lowering.score_flops is not None:
-        computed["score"] = lowering.score_flops.total
+    computed = {"accumulate": lowering.computed.total}
+    if lowering.scoring is not None:
+        computed["score"] = lowering.scoring.total
     return {
         program.name: roofline.limits(
             slice_.generation,
@@ -247,8 +247,8 @@ def _estimate(
         one.seconds for name, one in limits.items() if name != "apply"
     )
     tokens = microbatches * config.data.rows_per_microbatch * config.data.row_length
-    scored = lowering.score_flops
-    counted = sum(lowering.flops.model.values()) + (0.0 if scored is None else sum(scored.model.values()))
+    scored = lowering.scoring
+    counted = sum(lowering.computed.model.values()) + (0.0 if scored is None else sum(scored.model.values()))
     return roofline.estimate(slice_.generation, config.mesh.devices, seconds, tokens, microbatches * counted)
 
 

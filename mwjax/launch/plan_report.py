@@ -116,11 +116,11 @@ def _collectives_table(made: plan.Plan) -> Table:
     table = Table(title="Collectives of one run, per device", title_justify="left")
     table.add_column("function")
     table.add_column("kind")
-    for name in ("count", "bytes", "sent"):
+    for name in ("number", "bytes", "sent"):
         table.add_column(name, justify="right")
     for program in made.programs:
         for one in program.traffic.collectives:
-            table.add_row(program.name, one.kind, f"{one.count:,}", _size(one.bytes), _size(one.sent))
+            table.add_row(program.name, one.kind, f"{one.number:,}", _size(one.bytes), _size(one.sent))
     return table
 
 

@@ -52,7 +52,6 @@ def carry_out(asked: Request) -> int:
     plan.check_installed()
     console, results = Console(stderr=True, highlight=False), Console(highlight=False)
     columns = (
-        SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),

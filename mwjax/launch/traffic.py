@@ -20,11 +20,11 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 
 class Collective(NamedTuple):
-    """Collectives of one kind in one run of a program. count: how many; bytes: what they yield, per chip; sent: what a
+    """Collectives of one kind in one run of a program. number: how many; bytes: what they yield, per chip; sent: what a
     chip has to send for them, by the cheapest algorithm (a ring)."""
 
     kind: str
-    count: int
+    number: int
     bytes: int
     sent: int
 
