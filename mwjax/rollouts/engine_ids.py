@@ -74,10 +74,15 @@ def _ids(value: Any) -> list[int] | None:
 
 
 def _logprobs(value: Any) -> list[float] | None:
-    content = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(content, list):
+    if not isinstance(value, dict):
         return None
-    found = [each.get("logprob") if isinstance(each, dict) else None for each in content]
+    content, plain = value.get("content"), value.get("token_logprobs")  # the second is of the completions API
+    if isinstance(content, list):
+        found = [each.get("logprob") if isinstance(each, dict) else None for each in content]
+    elif isinstance(plain, list):
+        found = plain
+    else:
+        return None
     return found if all(isinstance(each, (int, float)) for each in found) else None  # type: ignore[return-value]
 
 

@@ -8,13 +8,11 @@ from typing import Any, cast
 
 from mwjax.rollouts.engine_ids import Endpoint
 from mwjax.rollouts.errors import RecordError, Refusal
-from mwjax.rollouts.fields import described, log_probabilities, token_ids
+from mwjax.rollouts.fields import described
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.said import answered, asked, choices
-from mwjax.rollouts.readers.sessions import Session, at, check_usage, refused, rollouts_of
-from mwjax.rollouts.readers.settings import sampling_settings
+from mwjax.rollouts.readers.sessions import Session, at, refused, rollouts_of
 
 NAME = "mwjax"
 DESCRIPTION = "calls.jsonl of mwjax record, with the engine's token ids"
@@ -77,7 +75,7 @@ def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], 
 def _calls(record: Record, number: int, options: Options) -> list[Call]:
     """The calls of one record, one for each choice. Raises RecordError, or _Nothing."""
     value = record.value
-    error = value.get("error") if isinstance(value.get("error"), dict) else {}
+    error = _object(value.get("error"))
     completions = value.get("completions") or []
     if not isinstance(completions, list):
         raise RecordError("completions", f"is {described(completions)}, must be a list")
@@ -91,49 +89,29 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
         raise RecordError("malformed_events", "events of the stream could not be read; ids may be missing")
     endpoint = cast(Endpoint, value.get("endpoint"))
     if "prompt_ids" not in value or not completions:
-        raise RecordError(
-            "completions" if "prompt_ids" in value else "prompt_ids",
-            f"there are no token ids (engine {value.get('engine', 'none')}, {endpoint})",
-        )
-    prompt = token_ids(value["prompt_ids"], "prompt_ids", options.vocab_size)
-    request = value.get("request") if isinstance(value.get("request"), dict) else {}
-    response = value.get("response") if isinstance(value.get("response"), dict) else {}
-    sampling = sampling_settings(request, value.get("engine", "none"), options)
-    said = asked(endpoint, request)
-    calls = []
-    for place, entry in enumerate(completions):
-        field = f"completions[{place}]"
-        if not isinstance(entry, dict) or entry.get("completion_ids") is None:
-            raise RecordError(f"{field}.completion_ids", "missing: the engine gave none")
-        sampled = token_ids(entry["completion_ids"], f"{field}.completion_ids", options.vocab_size)
-        logprobs = entry.get("logprobs")
-        choice = entry.get("index", place)
-        calls.append(
-            Call(
-                record=number,
-                line=record.line,
-                prompt_ids=prompt,
-                completion_ids=sampled,
-                logprobs=None if logprobs is None else log_probabilities(logprobs, f"{field}.logprobs", len(sampled)),
-                sampling=sampling,
-                finish_reason=_finish_reason(endpoint, response, choice),
-                time=float(value.get("started") or 0.0),
-                identity=(response.get("id") or value.get("id"), choice),
-                asked=said,
-                answer=answered(endpoint, response, choice),
-                cut_off=error.get("kind") in BROKEN_OFF,
-            )
-        )
-    check_usage(value.get("usage"), len(prompt), sum(len(call.completion_ids) for call in calls))
-    return calls
+        field = "completions" if "prompt_ids" in value else "prompt_ids"
+        raise RecordError(field, f"there are no token ids (engine {value.get('engine', 'none')}, {endpoint})")
+    response = _object(value.get("response"))
+    found = []
+    for place, entry in enumerate(map(_object, completions)):
+        field = f"completions[{place}].completion_ids"
+        found.append(Completion(field, entry.get("index", place), entry.get("completion_ids"), entry.get("logprobs")))
+    return calls_of(
+        number,
+        record.line,
+        value["prompt_ids"],
+        found,
+        endpoint=endpoint,
+        request=_object(value.get("request")),
+        response=response,
+        engine=value.get("engine", "none"),
+        options=options,
+        usage=value.get("usage"),
+        time=float(value.get("started") or 0.0),
+        name=response.get("id") or value.get("id"),
+        cut_off=error.get("kind") in BROKEN_OFF,
+    )
 
 
-def _finish_reason(endpoint: Endpoint, response: Mapping[str, Any], choice: int) -> str | None:
-    if endpoint == "responses":
-        found = at(response, "incomplete_details.reason") or response.get("status")
-        found = "length" if found == "max_output_tokens" else found
-    elif endpoint == "messages":
-        found = response.get("stop_reason")
-    else:
-        found = next((each.get("finish_reason") for each in choices(response, choice)), None)
-    return found if isinstance(found, str) else None
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -6,12 +6,12 @@ from types import ModuleType
 from typing import cast
 
 from mwjax.rollouts.errors import RolloutFileError
-from mwjax.rollouts.readers import calls_log
+from mwjax.rollouts.readers import calls_log, engine_log
 from mwjax.rollouts.readers.reader import Reader
 from mwjax.rollouts.readers.records import head
 
 # One module per format. A file is claimed by at most one of them.
-_MODULES: tuple[ModuleType, ...] = (calls_log,)
+_MODULES: tuple[ModuleType, ...] = (calls_log, engine_log)
 READERS: dict[str, Reader] = {module.NAME: cast(Reader, module) for module in _MODULES}
 
 

@@ -1,0 +1,181 @@
+"""Requests and responses of vLLM or SGLang with token ids, one exchange a line.
+
+A record holds the request and the response under any of the names in ``REQUEST`` and ``RESPONSE``, or is a response
+alone. Responses of these kinds have ids:
+
+- chat completions and completions, asked with ``return_token_ids`` (vLLM: ``prompt_token_ids``,
+  ``choices[].token_ids``) or SGLang's fields; see :mod:`mwjax.recorder.additions` for their names
+- responses with ``enable_response_messages`` (vLLM)
+- SGLang's ``/generate`` (python/sglang/srt/managers/io_struct.py, GenerateReqInput): the request's ``input_ids``,
+  the response's ``output_ids`` and ``meta_info`` with ``output_token_logprobs`` as [log-prob, id, text],
+  ``prompt_tokens``, ``completion_tokens``, ``finish_reason`` and ``weight_version``
+- vLLM's ``/inference/v1/generate`` (vllm/entrypoints/serve/disagg/protocol.py): the request's ``token_ids`` and
+  ``sampling_params``, the response's ``choices[].token_ids``
+
+The rollout of a call is named by a field of ``SESSION``, or by ``--session-by``; without one, calls belong together as
+far as what they share shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mwjax.rollouts.engine_ids import Endpoint, prompt_ids, sampled
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.fields import described
+from mwjax.rollouts.readers.calls_log import FORMAT
+from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.exchange import Completion, calls_of
+from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
+from mwjax.rollouts.readers.records import Record, json_records
+from mwjax.rollouts.readers.sessions import Session, at, refused, rollouts_of
+
+NAME = "engine"
+DESCRIPTION = "requests and responses of vLLM or SGLang with token ids, one exchange a line"
+
+REQUEST = ("request", "req", "request_body", "body", "payload")
+RESPONSE = ("response", "resp", "response_body", "output", "result")
+SESSION = ("session", "session_id", "rollout_id", "trajectory_id", "episode_id", "conversation_id", "trace_id")
+
+
+def looks_like(head: Head) -> bool:
+    return any(has_ids(record) for record in head.records)
+
+
+def has_ids(record: Any) -> bool:
+    """Whether a record is an exchange whose response has token ids."""
+    if not isinstance(record, dict) or record.get("format") == FORMAT:
+        return False
+    request, response = _exchange(record)
+    if "choices" not in response and "output_ids" not in response and "meta_info" not in response:
+        return response.get("object") == "response" and bool(response.get("output_messages"))
+    try:
+        return any(each.ids is not None for each in _completions(_endpoint(response), request, response))
+    except RecordError:
+        return False
+
+
+def read(path: str, options: Options) -> Iterator[Item]:
+    sessions: dict[str, Session] = {}
+    for number, record in enumerate(json_records(path, options), start=1):
+        if isinstance(record, Refusal):
+            yield record
+            continue
+        if not isinstance(record.value, dict):
+            yield record.refusal(path, "", f"is {described(record.value)}, must be a request with its response")
+            continue
+        session = _session(path, record.value, sessions, options)
+        request, response = _exchange(record.value)
+        if response.get("error") and not response.get("choices"):
+            yield Remark("empty", path, record.line, "the call failed (the response reports an error)")
+            continue
+        try:
+            calls = _calls(record, number, request, response, options)
+            session.note(record, options)
+        except RecordError as error:
+            yield refused(path, session, record, error)
+        else:
+            session.calls += calls
+    yield from rollouts_of(path, sessions, options)
+
+
+def _exchange(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Request and response; the response is the record itself where it has no member of that kind."""
+    request = next((record[name] for name in REQUEST if isinstance(record.get(name), dict)), {})
+    response = next((record[name] for name in RESPONSE if isinstance(record.get(name), dict)), None)
+    if response is None:
+        return request, dict(record)
+    inner = response.get("body")  # as OpenAI's batch output has it
+    return request, inner if isinstance(inner, dict) else response
+
+
+def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], options: Options) -> Session:
+    fields = (options.session_by,) if options.session_by is not None else SESSION
+    name = next((found for field in fields if isinstance(found := at(value, field), (str, int))), None)
+    if name is None:
+        name = os.path.basename(path).partition(".")[0]
+        return sessions.setdefault(str(name), Session(str(name), one=False))
+    return sessions.setdefault(str(name), Session(str(name), one=True))
+
+
+def _endpoint(response: Mapping[str, Any]) -> Endpoint:
+    return "responses" if response.get("object") == "response" else "chat.completions"
+
+
+def _calls(
+    record: Record, number: int, request: Mapping[str, Any], response: Mapping[str, Any], options: Options
+) -> list[Call]:
+    """Raises RecordError."""
+    endpoint = _endpoint(response)
+    prompt = prompt_ids(endpoint, response)
+    if prompt is None:
+        given = [request.get(name) for name in ("input_ids", "token_ids", "prompt_token_ids", "prompt")]
+        prompt = next((ids for ids in given if isinstance(ids, list)), None)
+    if prompt is None:
+        raise RecordError("prompt_token_ids", "missing: neither the response nor the request has the ids of the prompt")
+    completions = _completions(endpoint, request, response)
+    if not completions:
+        raise RecordError("choices", "there are no token ids: ask the engine for them (return_token_ids)")
+    settings = request.get("sampling_params")
+    meta = response.get("meta_info")
+    native = isinstance(meta, dict)
+    usage = meta if native else response.get("usage")
+    name = response.get("id") or (meta.get("id") if isinstance(meta, dict) else None) or response.get("request_id")
+    return calls_of(
+        number,
+        record.line,
+        prompt,
+        completions,
+        endpoint=endpoint,
+        request=request,
+        response=response,
+        engine="sglang" if native or _of_sglang(response) else "vllm",
+        options=options,
+        settings=settings if isinstance(settings, dict) else None,
+        usage=usage,
+        time=_time(record.value),
+        name=name,
+        prompt_field="prompt_token_ids",
+    )
+
+
+def _completions(endpoint: Endpoint, request: Mapping[str, Any], response: Mapping[str, Any]) -> list[Completion]:
+    meta = response.get("meta_info")
+    if isinstance(meta, dict):
+        triples = meta.get("output_token_logprobs")
+        ids, logprobs = response.get("output_ids"), None
+        if isinstance(triples, list) and all(isinstance(each, list) and len(each) >= 2 for each in triples):
+            logprobs = [each[0] for each in triples]
+            ids = [each[1] for each in triples] if ids is None else ids
+        reason = meta.get("finish_reason")
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+        return [Completion("output_ids", 0, ids, logprobs, reason, _version(meta))]
+    listed = response.get("choices")
+    found = []
+    for each in sampled(endpoint, response):
+        choice = listed[0] if isinstance(listed, list) and listed else {}
+        info = choice.get("meta_info") if isinstance(choice, dict) else None
+        field = "output_messages" if endpoint == "responses" else f"choices[{each.choice}].token_ids"
+        version = _version(info) if isinstance(info, dict) else None
+        found.append(Completion(field, each.choice, each.completion_ids, each.logprobs, policy_version=version))
+    return found
+
+
+def _of_sglang(response: Mapping[str, Any]) -> bool:
+    listed = response.get("choices")
+    inside = any(isinstance(each, dict) and "meta_info" in each for each in listed or ())
+    return inside or "sglext" in response
+
+
+def _version(meta: Mapping[str, Any]) -> int | None:
+    given = str(meta.get("weight_version", ""))
+    return int(given) if given.isdecimal() else None
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    return next(
+        (float(record[name]) for name in ("started", "timestamp", "time") if type(record.get(name)) in (int, float)),
+        0.0,
+    )
