@@ -10,6 +10,7 @@ from mwjax.rollouts.engine_ids import Endpoint
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described
 from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
 from mwjax.rollouts.readers.sessions import Session, at, refused, rollouts_of

@@ -83,7 +83,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
 
 def _exchange(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Request and response; the response is the record itself where it has no member of that kind."""
-    request = next((record[name] for name in REQUEST if isinstance(record.get(name), dict)), {})
+    request: dict[str, Any] = next((record[name] for name in REQUEST if isinstance(record.get(name), dict)), {})
     response = next((record[name] for name in RESPONSE if isinstance(record.get(name), dict)), None)
     if response is None:
         return request, dict(record)
@@ -175,7 +175,5 @@ def _version(meta: Mapping[str, Any]) -> int | None:
 
 
 def _time(record: Mapping[str, Any]) -> float:
-    return next(
-        (float(record[name]) for name in ("started", "timestamp", "time") if type(record.get(name)) in (int, float)),
-        0.0,
-    )
+    given = [record[name] for name in ("started", "timestamp", "time") if type(record.get(name)) in (int, float)]
+    return float(given[0]) if given else 0.0

@@ -46,7 +46,7 @@ def calls_of(
 ) -> list[Call]:
     """The calls of one exchange.
 
-    settings: the sampling settings, where they are not in the request itself. name: of the response, for telling copies.
+    settings: the sampling settings, where they are not in the request itself. name: of the response, to tell copies by.
     Raises RecordError, also where the numbers of ids are not those that ``usage`` says.
     """
     prompt = token_ids(prompt, prompt_field, options.vocab_size)
