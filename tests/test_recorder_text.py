@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mwjax.recorder import content_codings, redaction, sessions
-from mwjax.recorder.assembly import assembled
 from mwjax.recorder.json_text import applied, loads, rewrite, with_members
-from mwjax.recorder.server_events import Event, Splitter, read, with_data
+from mwjax.rollouts.assembly import assembled
+from mwjax.rollouts.server_events import Event, Splitter, read, with_data
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 JSON = st.recursive(

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from mwjax.recorder.endpoints import Endpoint
 from mwjax.recorder.json_text import Plan, applied, loads, rewrite
-from mwjax.recorder.server_events import read, with_data
+from mwjax.rollouts.server_events import read, with_data
 
 Engine = Literal["vllm", "sglang", "none"]
 

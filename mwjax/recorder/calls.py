@@ -45,14 +45,14 @@ from typing import Any
 
 import zstandard
 
-from mwjax.recorder import server_events
 from mwjax.recorder.additions import Additions, Engine, as_record, stripped_payload
-from mwjax.recorder.assembly import assembled
 from mwjax.recorder.content_codings import decoded
 from mwjax.recorder.endpoints import Endpoint, ends_stream, error_in, usage_of
 from mwjax.recorder.json_text import loads
 from mwjax.recorder.redaction import REDACTED, SPELLS_TEXT, Pattern, hides_text, redacted
 from mwjax.recorder.sessions import SHORTEST_SECRET, Session, carried_secrets, carried_secrets_in_text
+from mwjax.rollouts import server_events
+from mwjax.rollouts.assembly import assembled
 from mwjax.rollouts.engine_ids import prompt_ids, sampled
 
 FORMAT = "mwjax-call/1"

@@ -22,8 +22,8 @@ from mwjax.recorder.content_codings import decoded, decoder
 from mwjax.recorder.endpoints import Endpoint, endpoint_of, error_body
 from mwjax.recorder.json_text import loads, with_members
 from mwjax.recorder.log import CallLog
-from mwjax.recorder.server_events import Splitter
 from mwjax.recorder.upstream import FAILURES, Settings, Upstream, closing, no_answer, passed, words
+from mwjax.rollouts.server_events import Splitter
 
 REFUSAL_BYTES = 10_000
 REFUSALS = (400, 404, 422)  # how engines answer a request member that they do not accept

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mwjax.recorder.endpoints import Endpoint
-from mwjax.recorder.json_text import loads
+from mwjax.rollouts.engine_ids import Endpoint
 
 # What a later chunk continues; any other field of a delta is said once, or anew.
 _CONTINUED = frozenset({"arguments", "content", "reasoning", "reasoning_content", "refusal", "text", "thinking"})
@@ -148,7 +147,7 @@ def _messages(events: list[dict[str, Any]]) -> dict[str, Any] | None:
                 message["usage"] = {**(message.get("usage") or {}), **given}
     for index, text in arguments.items():
         try:
-            blocks[index]["input"] = loads(text) if text else blocks[index].get("input", {})
+            blocks[index]["input"] = json.loads(text) if text else blocks[index].get("input", {})
         except ValueError:
             blocks[index]["partial_json"] = text  # cut off in the middle
     if message is None and not blocks:
