@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -163,6 +164,46 @@ def test_small_config():
 def test_what_would_be_computed_wrongly_is_refused(change, message):
     with pytest.raises(UnsupportedModelError, match=message):
         ModelConfig.from_hf({**QWEN3_0_6B, **change})
+
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported"),
+        ({"mlp_only_layers": [0, 3]}, r"mlp_only_layers \[0, 3\] are not supported"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
+        ({"num_experts": None}, "field 'num_experts' is missing"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' must be a positive integer"),
+        ({"num_experts_per_tok": 17}, "17 experts per token, but there are 16"),
+        ({"num_local_experts": 8}, "num_experts and num_local_experts disagree"),
+    ],
+)
+def test_mixtures_of_experts_that_would_be_computed_wrongly_are_refused(change, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelConfig.from_hf({**QWEN3_0_6B, **MOE, **change})
+
+
+def test_mixtures_of_experts():
+    config = ModelConfig.from_hf({**QWEN3_0_6B, **MOE, "norm_topk_prob": True, "decoder_sparse_step": 1})
+    assert config.experts == model.Experts(count=16, per_token=4, width=32, normalised=True)
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    renamed = {**QWEN3_0_6B, **MOE, "norm_topk_prob": True, "num_experts": None, "num_local_experts": 16}
+    assert ModelConfig.from_hf(renamed) == config
+    assert not ModelConfig.from_hf({**QWEN3_0_6B, **MOE}).experts.normalised  # transformers' default
+    with pytest.raises(UnsupportedModelError, match="family qwen3_moe needs experts"):
+        dataclasses.replace(config, experts=None)
+    with pytest.raises(UnsupportedModelError, match=r"adapters of experts .* \(gate, up, down\).* query, key, value"):
+        dataclasses.replace(config, lora=model.LoRA(4, 8.0))
+    dataclasses.replace(config, lora=model.LoRA(4, 8.0, ("query", "output")))
 
 
 def test_all_problems_are_listed_together():

@@ -28,7 +28,13 @@ SIZES = {
     "rope_theta": 1000.0,
     "hidden_act": "silu",
 }
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 10, "norm_topk_prob": True}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,6 +67,8 @@ def causal(length: int) -> tuple[jax.Array, jax.Array]:
         ("llama", False, {"rope_scaling": LLAMA3}),
         ("llama", True, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("qwen3", False, {"head_dim": 6}),  # heads * head_dim differs from hidden_size
+        ("qwen3_moe", False, EXPERTS),
+        ("qwen3_moe", True, {**EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": False}),
     ],
 )
 def test_hidden_states_and_logits_equal_an_independent_implementation(tmp_path, family, tied, more):
@@ -155,7 +163,7 @@ def test_a_row_is_only_its_ancestors(packed):
         np.testing.assert_array_equal(changed, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_shapes_axes_and_declarations_come_from_one_place(family, tied):
     config = model.small_config(31, 3, 16, family=family, tied=tied, head_dim=6)

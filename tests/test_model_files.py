@@ -45,6 +45,7 @@ def make(family="qwen3", tied=True, dtype=jnp.float32):
         ("qwen2", False, jnp.float32, 4000),
         ("qwen2", True, jnp.float16, 10**9),
         ("llama", False, jnp.bfloat16, 10**9),
+        ("qwen3_moe", False, jnp.bfloat16, 4000),
     ],
 )
 def test_round_trip_is_equal_to_the_byte(tmp_path, family, tied, dtype, max_shard_bytes):
@@ -83,6 +84,36 @@ def test_names_and_layout_are_those_of_hugging_face(tmp_path):
         assert opened.metadata() == {"format": "pt"}  # transformers refuses a file without
     values = json.loads((tmp_path / "m" / "config.json").read_text())
     assert values["architectures"] == ["Qwen2ForCausalLM"] and values["dtype"] == values["torch_dtype"] == "float32"
+
+
+def test_experts_are_tensors_of_their_own_in_the_files_and_may_be_fused(tmp_path):
+    config, params = make("qwen3_moe", tied=False, dtype=jnp.bfloat16)
+    model.save(tmp_path / "m", config, params)
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    assert len(tensors) == 2 * (8 + 1 + 3 * 8) + 3
+    experts = params["layers"]["feed_forward"]
+    name = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+    for layer, expert in np.ndindex(2, 8):
+        for matrix in ("gate", "up", "down"):
+            np.testing.assert_array_equal(
+                tensors[name.format(layer, expert, matrix)], np.asarray(experts[matrix][layer, expert]).T
+            )
+        np.testing.assert_array_equal(tensors[f"model.layers.{layer}.mlp.gate.weight"], experts["router"][layer].T)
+    for layer in range(2):
+        gate, up, down = (
+            np.stack([tensors.pop(name.format(layer, expert, matrix)) for expert in range(8)])
+            for matrix in ("gate", "up", "down")
+        )
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    tree_equal(model.load(tmp_path / "m", dtype=None)[1], params)
+    model.save(tmp_path / "again", config, params, source=tmp_path / "m")
+    tree_equal(model.load(tmp_path / "again", dtype=None)[1], params)
+    tensors["model.layers.1.mlp.experts.down_proj"] = down[:7]
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(model.ModelFilesError, match=r"missing tensor model.layers.1.mlp.experts.7.down_proj.weight"):
+        model.load(tmp_path / "m")
 
 
 def test_shards_have_an_index_that_lists_every_tensor(tmp_path):

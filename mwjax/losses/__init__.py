@@ -1,6 +1,7 @@
 """Losses over hidden states and edge lists, as sums that the caller divides once by a global denominator."""
 
 from mwjax.losses.advantages import edge_weights, group_advantages
+from mwjax.losses.balance import Balance, load_balance
 from mwjax.losses.checks import check_edges
 from mwjax.losses.errors import LossError
 from mwjax.losses.logprobs import EdgeScores, edge_logprobs
@@ -13,6 +14,7 @@ from mwjax.losses.total import LossConfig, Teacher, batch_loss
 
 __all__ = [
     "RECIPES",
+    "Balance",
     "EdgeScores",
     "LossConfig",
     "LossError",
@@ -29,6 +31,7 @@ __all__ = [
     "finalise",
     "group_advantages",
     "lambda_at",
+    "load_balance",
     "policy_gradient_loss",
     "sdcc_kl",
     "sft_loss",

@@ -11,14 +11,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mwjax.losses.logprobs import EdgeScores
 from mwjax.losses.masking import active, only
+from mwjax.model.experts import Routing
 from mwjax.tree.rows import Edges, Pairs
+
+ROUTER = ("router_load", "router_probability")
 
 
 class Metrics(NamedTuple):
-    """Scalars by name: ``sums`` combine by addition, ``maxima`` by maximum (an empty maximum is 0)."""
+    """Scalars by name: ``sums`` combine by addition, ``maxima`` by maximum (an empty maximum is 0). Of mixtures of
+    experts also the sums `ROUTER`, [layers, experts]."""
 
     sums: dict[str, jax.Array]
     maxima: dict[str, jax.Array]
@@ -98,6 +103,11 @@ def sdcc_metrics(kl: jax.Array, pairs: Pairs) -> Metrics:
     )
 
 
+def router_metrics(routing: Routing) -> Metrics:
+    """What the routers of a mixture of experts did with the tokens."""
+    return _detached(Metrics(dict(zip(ROUTER, routing)), {}), routing.load.dtype)
+
+
 def _detached(metrics: Metrics, dtype: jnp.dtype) -> Metrics:
     return jax.tree.map(lambda a: jax.lax.stop_gradient(a).astype(dtype), metrics)
 
@@ -111,10 +121,12 @@ def finalise(metrics: Metrics) -> dict[str, float | None]:
     ``perplexity_gap`` (their difference); ``ratio_mean``, ``ratio_ess``, ``clip_fraction_low``, ``_high``, ``_dual``,
     ``behaviour_unknown``; ``reference_unknown``, ``reference_k1``, ``reference_k3``; ``sdcc_kl_sum`` (unweighted,
     exactly 0 without diverging leaves), ``sdcc_kl_mean``, ``sdcc_kl_max``, ``pinsker_mean``, ``pinsker_max``,
-    ``diverging_leaves``. Effective sample sizes are (sum w)^2 / (n sum w^2), from 1/n to 1, and 0 where the squares
-    overflow. A mean over nothing is None.
+    ``diverging_leaves``; ``router_auxiliary`` (`losses.load_balance`, unweighted), ``router_load_entropy`` (of the
+    tokens over the experts, mean over layers, 1 where they are spread evenly, 0 where all go to one),
+    ``router_load_max`` (tokens of the busiest expert of any layer, in multiples of an even share). Effective sample
+    sizes are (sum w)^2 / (n sum w^2), from 1/n to 1, and 0 where the squares overflow. A mean over nothing is None.
     """
-    sums = {name: float(value) for name, value in metrics.sums.items()}
+    sums = {name: float(value) for name, value in metrics.sums.items() if name not in ROUTER}
     maxima = {name: float(value) for name, value in metrics.maxima.items()}
     tokens, known = sums["loss_tokens"], sums["rollout_known"]
     result: dict[str, float | None] = {
@@ -152,7 +164,22 @@ def finalise(metrics: Metrics) -> dict[str, float | None]:
             "pinsker_mean": _mean(sums["pinsker"], leaves),
             "pinsker_max": maxima["pinsker_max"] if leaves else None,
         }
+    if ROUTER[0] in metrics.sums:
+        result |= _router(*(np.asarray(metrics.sums[name], np.float64) for name in ROUTER))
     return result
+
+
+def _router(load: np.ndarray, probability: np.ndarray) -> dict[str, float | None]:
+    experts, tokens = load.shape[1], probability.sum()
+    if not tokens:
+        return dict.fromkeys(("router_auxiliary", "router_load_entropy", "router_load_max"))
+    share = load / load.sum(axis=1, keepdims=True)
+    entropy = -(share * np.log(share, where=share > 0, out=np.zeros_like(share))).sum(axis=1)
+    return {
+        "router_auxiliary": float(experts * (load.sum(axis=0) * probability.sum(axis=0)).sum() / tokens**2),
+        "router_load_entropy": float(entropy.mean() / math.log(experts)) if experts > 1 else 1.0,
+        "router_load_max": float(share.max() * experts),
+    }
 
 
 def _mean(total: float, count: float) -> float | None:

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from mwjax.losses.balance import Balance, load_balance
 from mwjax.losses.logprobs import edge_logprobs
 from mwjax.losses.masking import active, only
-from mwjax.losses.metrics import Metrics, join, score_metrics, sdcc_metrics
+from mwjax.losses.metrics import Metrics, join, router_metrics, score_metrics, sdcc_metrics
 from mwjax.losses.policy_gradient import PolicyGradientConfig, policy_gradient_loss
 from mwjax.losses.sdcc import sdcc_kl
 from mwjax.losses.sft import sft_loss
+from mwjax.model.experts import Routing
 from mwjax.tree.rows import Edges, Pairs
 
 
@@ -23,11 +25,13 @@ class LossConfig:
     """Static choices of a loss; hashable, so it can be a static argument of ``jax.jit``.
 
     vocab_chunk: vocabulary rows unembedded at once; None for the default (`vocabulary.chunk_rows`).
+    router_auxiliary: weight of `load_balance`, for mixtures of experts; 0 leaves it out.
     """
 
     task: Literal["sft", "policy_gradient"] = "policy_gradient"
     policy_gradient: PolicyGradientConfig = field(default_factory=PolicyGradientConfig)
     vocab_chunk: int | None = None
+    router_auxiliary: float = 0.0
 
     def __post_init__(self) -> None:
         if self.task not in ("sft", "policy_gradient"):
@@ -52,6 +56,8 @@ def batch_loss(
     teacher: Teacher | None = None,
     sdcc_lambda: float | jax.Array = 0.0,
     unit_log_ratio: jax.Array | None = None,
+    routing: Routing | None = None,
+    balance: Balance | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Sums of one micro-batch: the numerator of the loss (a scalar, float32 or float64) and the metrics.
@@ -62,6 +68,10 @@ def batch_loss(
     ``sdcc_lambda`` as a Python number 0 is a static branch: the term is absent from the computation, which is then the
     plain task loss. As an array (so that the ramp does not recompile) a value of 0 gives a term and a gradient of
     exactly 0. ``unit_log_ratio``: see `policy_gradient_loss`. ``mesh``: see `edge_logprobs`.
+
+    ``routing`` is what the routers did with the tokens [layers, experts]; with ``config.router_auxiliary`` the
+    `load_balance` of the whole step is added to the loss (not divided by the denominator), for which ``balance`` is
+    needed.
     """
     mask = active(edges)
     scores = edge_logprobs(
@@ -74,6 +84,13 @@ def batch_loss(
     else:
         numerator, more = policy_gradient_loss(scores, edges, config.policy_gradient, unit_log_ratio=unit_log_ratio)
         metrics = join(metrics, more)
+    if routing is not None:
+        metrics = join(metrics, router_metrics(routing))
+    if config.router_auxiliary:
+        if routing is None or balance is None:
+            raise ValueError("router_auxiliary needs what the routers did (rows with token_weight) and balance")
+        term = config.router_auxiliary * balance.denominator * load_balance(routing, balance.routing)
+        numerator = numerator + term.astype(numerator.dtype)
 
     if teacher is None or (isinstance(sdcc_lambda, int | float) and sdcc_lambda == 0):
         return numerator, metrics

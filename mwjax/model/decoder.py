@@ -183,7 +183,7 @@ def forward_routed(
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Routing | None]:
     """As `forward`, with what the routers of a mixture of experts did beside it: sums [layers, experts] in which a
-    token counts as ``weight`` [B, T] says (`mwjax.tree.Rows.count_as`). None without ``weight``, and for a decoder
+    token counts as ``weight`` [B, T] says (`mwjax.tree.Rows.token_weight`). None without ``weight``, and for a decoder
     without experts."""
     if isinstance(attention, str):
         attention = partial(attend_tree, backend=attention) if mesh is None else on_mesh(attention, mesh)

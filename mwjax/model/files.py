@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +22,16 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
+FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
+
+
 class Stored(NamedTuple):
+    """A tensor in a file; ``within``: or the part of one, its name, the number of the expert, and which of the rows."""
+
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    within: tuple[str, int, slice] | None = None
 
 
 class Tensor(NamedTuple):
@@ -99,6 +107,29 @@ def headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     return stored, problems
 
 
+def by_expert(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same with the tensors of single experts in place of those of all: transformers 5 holds, and can be told to
+    save, the matrices of all experts as one, [E, 2 F, D] (gate above up) and [E, D, F]."""
+    result: dict[str, Stored] = {}
+    for name, whole in stored.items():
+        fused = FUSED.fullmatch(name)
+        if fused is None or len(whole.shape) != 3:
+            result[name] = whole
+            continue
+        experts, rows, columns = whole.shape
+        matrices = ("gate", "up") if fused[2] == "gate_up" else ("down",)
+        share = rows // len(matrices)
+        for expert in range(experts):
+            for number, matrix in enumerate(matrices):
+                within = name, expert, slice(number * share, (number + 1) * share)
+                part = whole._replace(shape=(share, columns), within=within)
+                result[f"{fused[1]}{expert}.{matrix}_proj.weight"] = part
+    return result
+
+
 def read_array(stored: Stored, name: str) -> np.ndarray:
     with safe_open(stored.file, framework="np") as opened:
-        return opened.get_tensor(name)
+        if stored.within is None:
+            return opened.get_tensor(name)
+        whole, expert, rows = stored.within
+        return opened.get_slice(whole)[expert : expert + 1, rows][0]

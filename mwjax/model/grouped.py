@@ -37,10 +37,10 @@ def _forward(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> tuple[ja
 def _backward(saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows, matrices, sizes = saved
     to_rows = jax.lax.ragged_dot(gradient, matrices.swapaxes(1, 2), sizes)
-    to_matrices = jax.lax.platform_dependent(
-        rows, gradient, sizes, tpu=partial(_to_matrices_tpu, interpret=False), default=_to_matrices
-    )
-    return to_rows, to_matrices, None
+    if rows.dtype == jnp.float64:  # which TPUs have not
+        return to_rows, _to_matrices(rows, gradient, sizes), None
+    on_tpu = partial(_to_matrices_tpu, interpret=False)
+    return to_rows, jax.lax.platform_dependent(rows, gradient, sizes, tpu=on_tpu, default=_to_matrices), None
 
 
 def _to_matrices(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:

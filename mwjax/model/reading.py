@@ -14,7 +14,18 @@ import numpy as np
 from mwjax.model.config import ModelConfig
 from mwjax.model.decoder import Params, abstract_params
 from mwjax.model.errors import ModelFilesError
-from mwjax.model.files import DTYPES, EMBEDDING, HEAD, Stored, Tensor, headers, read_array, read_json, tensors_of
+from mwjax.model.files import (
+    DTYPES,
+    EMBEDDING,
+    HEAD,
+    Stored,
+    Tensor,
+    by_expert,
+    headers,
+    read_array,
+    read_json,
+    tensors_of,
+)
 from mwjax.model.hub import CONFIG, local_folder
 
 
@@ -39,7 +50,8 @@ def load(
     """
     with local_folder(name) as folder:
         config = read_config(folder)
-        stored, problems = headers(folder)
+        found, problems = headers(folder)
+        stored = by_expert(found)
         problems += _misfits(config, stored)
         if problems:
             raise ModelFilesError(name, problems)

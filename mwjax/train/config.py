@@ -76,13 +76,22 @@ class SmallModel(Section):
         default=None, description="Number of token ids; null: read it from model.small.tokenizer."
     )
     tokenizer: str | None = Field(default=None, description="A tokenizer.json whose vocabulary size is taken.")
-    family: Literal["qwen3", "qwen2", "llama"] = Field(default="qwen3", description="Which kind of decoder.")
+    family: Literal["qwen3", "qwen3_moe", "qwen2", "llama"] = Field(
+        default="qwen3", description="Which kind of decoder."
+    )
     layers: Positive = Field(default=4, description="Number of decoder layers.")
     width: Positive = Field(default=256, description="Width of the residual stream.")
     heads: Positive = Field(default=4, description="Query heads.")
     key_value_heads: Positive = Field(default=2, description="Key and value heads; must divide model.small.heads.")
     head_dim: Positive | None = Field(default=None, description="Width of a head (even); null: width / heads.")
     feed_forward_width: Positive | None = Field(default=None, description="Inner width of SwiGLU; null: 3 * width.")
+    experts: Positive | None = Field(default=None, description="qwen3_moe only: experts of a layer; null: 8.")
+    experts_per_token: Positive | None = Field(
+        default=None, description="qwen3_moe only: experts that a token goes through; null: 2."
+    )
+    expert_width: Positive | None = Field(
+        default=None, description="qwen3_moe only: inner width of an expert; null: a quarter of that of SwiGLU."
+    )
     tied: bool = Field(default=True, description="Whether the output layer is the embedding.")
     seed: int = Field(default=0, description="Seed of the random weights.")
 
@@ -92,6 +101,12 @@ class SmallModel(Section):
             raise ValueError("give exactly one of vocab_size and tokenizer")
         if self.heads % self.key_value_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of key_value_heads ({self.key_value_heads})")
+        given = [n for n in ("experts", "experts_per_token", "expert_width") if getattr(self, n) is not None]
+        if given and self.family != "qwen3_moe":
+            raise ValueError(f"{', '.join(given)}: without effect on family {self.family}; remove it, or set qwen3_moe")
+        count, per_token = self.experts or 8, self.experts_per_token or 2
+        if per_token > count:
+            raise ValueError(f"experts_per_token ({per_token}) is more than there are experts ({count})")
         return self
 
 
@@ -103,7 +118,7 @@ class LoRASection(Section):
     targets: list[Literal["query", "key", "value", "output", "gate", "up", "down"]] = Field(
         default=["query", "key", "value", "output", "gate", "up", "down"],
         min_length=1,
-        description="The matrices of every layer that get one.",
+        description="The matrices of every layer that get one; of mixtures of experts not gate, up and down.",
     )
     seed: int = Field(default=0, description="Seed of the random half of an adapter; the other half begins at zero.")
 
@@ -120,8 +135,8 @@ class ModelSection(Section):
 
     path: str | None = Field(
         default=None,
-        description="Folder with config.json and *.safetensors (Qwen3, Qwen2.5 or Llama type), or a hub id such as "
-        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION: local cache first.",
+        description="Folder with config.json and *.safetensors (Qwen3, Qwen3-MoE, Qwen2.5 or Llama type), or a hub id "
+        "such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION: local cache first.",
     )
     small: SmallModel | None = Field(
         default=None, description="A small decoder with random weights in place of model.path."
@@ -228,6 +243,12 @@ class LossConfig(Section):
         "prefix; or the initial weights on the method's own rows (an ablation that hides a method's error).",
     )
     sdcc: SDCCConfig = Field(default_factory=SDCCConfig, description="Settings of data.method sdcc.")
+    router_auxiliary: NonNegative = Field(
+        default=0.0,
+        description="Mixtures of experts only: weight of a loss that spreads tokens evenly over the experts (every "
+        "token of a trie counts once; 0.001 is usual in pretraining, 0 in RL). With several micro-batches in a step it "
+        "takes one more forward pass.",
+    )
     vocab_chunk: Positive | None = Field(
         default=None, description="Vocabulary entries scored at once, smaller saves memory; null: chosen by size."
     )

@@ -119,6 +119,10 @@ def _small(config: SmallModel) -> model.ModelConfig:
     if vocab_size is None:
         assert config.tokenizer is not None
         vocab_size = _vocabulary(config.tokenizer)
+    inner = config.feed_forward_width or 3 * config.width
+    experts = model.Experts(
+        config.experts or 8, config.experts_per_token or 2, config.expert_width or max(inner // 4, 1)
+    )
     return model.small_config(
         vocab_size,
         config.layers,
@@ -129,6 +133,7 @@ def _small(config: SmallModel) -> model.ModelConfig:
         head_dim=config.head_dim,
         feed_forward_width=config.feed_forward_width,
         tied=config.tied,
+        experts=experts if config.family == "qwen3_moe" else None,
     )
 
 
@@ -154,7 +159,8 @@ def describe(config: ModelSection, shape: model.ModelConfig, params: Any) -> str
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     origin = config.path if config.small is None else f"random weights, seed {config.small.seed}"
     trained = trainable.describe(config, shape, params)
-    described = f"{shape.family}, {shape.layers} layers, width {shape.width}, {count:,} parameters ({origin})"
+    met = "" if shape.experts is None else f", {model.active_parameters(shape):,} of them per token"
+    described = f"{shape.family}, {shape.layers} layers, width {shape.width}, {count:,} parameters{met} ({origin})"
     return described if trained is None else f"{described}; {trained}"
 
 
@@ -226,8 +232,9 @@ def _advantages(config: LossConfig, index: data.Index) -> np.ndarray:
 
 def loss_config(config: LossConfig) -> losses.LossConfig:
     """The loss as the step takes it: the recipe with the given options in place of its own."""
+    others: dict[str, Any] = {"vocab_chunk": config.vocab_chunk, "router_auxiliary": config.router_auxiliary}
     if config.task == "sft":
-        return losses.LossConfig("sft", vocab_chunk=config.vocab_chunk)
+        return losses.LossConfig("sft", **others)
     given = {
         "clip_low": config.clip_low,
         "clip_high": config.clip_high,
@@ -240,7 +247,7 @@ def loss_config(config: LossConfig) -> losses.LossConfig:
     if config.dual_clip is not None:
         changes["dual_clip"] = None if config.dual_clip == "none" else config.dual_clip
     recipe = losses.RECIPES[config.task].policy_gradient
-    return losses.LossConfig("policy_gradient", dataclasses.replace(recipe, **changes), config.vocab_chunk)
+    return losses.LossConfig("policy_gradient", dataclasses.replace(recipe, **changes), **others)
 
 
 def compares_with_initial(config: RunConfig) -> bool:
@@ -256,7 +263,9 @@ def averages_teacher(config: RunConfig) -> bool:
 
 
 def step_config(config: RunConfig, shape: model.ModelConfig) -> StepConfig:
-    """The static choices of the step."""
+    """The static choices of the step. Raises ValueError where the loss is of experts and the decoder has none."""
+    if config.loss.router_auxiliary and shape.experts is None:
+        raise ValueError("loss.router_auxiliary is of mixtures of experts, and this model is none; remove it")
     return StepConfig(
         model=shape,
         loss=loss_config(config.loss),
@@ -284,6 +293,9 @@ def fingerprint(
     values = dict(load.flat(config.model_dump(mode="json")))
     unused = [*FREE_ON_RESUME]
     unused += [] if config.model.lora else ["model.lora"]
+    unused += [] if config.loss.router_auxiliary else ["loss.router_auxiliary"]
+    small = ("experts", "experts_per_token", "expert_width")
+    unused += [] if shape.experts else [f"model.small.{name}" for name in small]
     unused += [] if config.model.frozen else ["model.frozen"]
     unused += [] if config.model.lora or config.model.frozen else ["model.frozen_dtype"]
     unused += [] if averages_teacher(config) else ["loss.sdcc.teacher", "loss.sdcc.ema_decay"]

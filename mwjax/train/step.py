@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding
 
 from mwjax import losses, model
-from mwjax.losses import Metrics
+from mwjax.losses import Balance, Metrics
 from mwjax.model import sharding
 from mwjax.model.attention import check_platform
 from mwjax.train.mesh import replicated
@@ -62,8 +62,9 @@ class Step(NamedTuple):
     """The jitted functions of a step; everything named ``params`` is of the trained parameters only: the frozen ones
     the functions know.
 
-    zero() -> Total; accumulate(params, total, batch, unit_log_ratio, sdcc_lambda, teacher) -> Total (``total`` is
-    donated; teacher: `TrainState.teacher`);
+    zero() -> Total; accumulate(params, total, batch, unit_log_ratio, sdcc_lambda, teacher, balance) -> Total
+    (``total`` is donated; teacher: `TrainState.teacher`; balance: with ``loss.router_auxiliary``, else None);
+    routing(params, rows) -> what the routers do with some rows;
     apply(state, total, denominator) -> (state, scalars) (``state`` is donated); skip(state) -> state, one step on
     without an update; score(params, rows) -> log-probs [B, E] of the edges, spread as they are; score_exact: of
     rows of another shape.
@@ -71,13 +72,14 @@ class Step(NamedTuple):
 
     zero: Callable[[], Total]
     accumulate: Callable[..., Total]
+    routing: Callable[[Params, Rows], model.Routing]
     apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     skip: Callable[[TrainState], TrainState]
     score: Callable[[Params, Rows], jax.Array]
     score_exact: Callable[[Params, Rows], jax.Array]
 
 
-COMPILED = ("zero", "accumulate", "apply", "skip", "score", "score_exact")
+COMPILED = ("zero", "accumulate", "routing", "apply", "skip", "score", "score_exact")
 
 
 def on_mesh(config: StepConfig, mesh: Mesh) -> StepConfig:
@@ -101,12 +103,19 @@ def parameter_shardings(config: model.ModelConfig, mesh: Mesh, params: Params) -
 
 def hidden_states(params: Params, rows: Rows, config: StepConfig) -> jax.Array:
     """Hidden states [B, T, D] of some rows after the final norm."""
-    return model.forward(
+    return routed(params, rows._replace(token_weight=None), config)[0]
+
+
+def routed(params: Params, rows: Rows, config: StepConfig) -> tuple[jax.Array, model.Routing | None]:
+    """Hidden states [B, T, D] of some rows after the final norm, and what the routers did with their tokens, where the
+    decoder has experts and the rows say what counts."""
+    return model.forward_routed(
         params,
         config.model,
         jnp.asarray(rows.tokens),
         jnp.asarray(rows.positions),
         jnp.asarray(rows.visible_until),
+        None if rows.token_weight is None else jnp.asarray(rows.token_weight),
         attention=config.attention,
         dtype=config.dtype,
         remat=config.remat,
@@ -124,6 +133,7 @@ def loss_sums(
     unit_log_ratio: jax.Array | None = None,
     sdcc_lambda: float | jax.Array = 0.0,
     teacher: Params = None,
+    balance: Balance | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """The loss's numerator and the metric sums of one micro-batch; arguments as in `losses.batch_loss`.
 
@@ -137,14 +147,17 @@ def loss_sums(
         constant = jax.lax.stop_gradient(params if teacher is None else teacher)
         hidden = hidden_states(constant, batch.teacher, config)
         taught = losses.Teacher(hidden, model.unembedding(constant, config.model), batch.pairs)
+    hidden, routing = routed(params, batch.rows, config)
     return losses.batch_loss(
-        hidden_states(params, batch.rows, config),
+        hidden,
         unembedding,
         batch.rows.edges,
         config.loss,
         teacher=taught,
         sdcc_lambda=sdcc_lambda,
         unit_log_ratio=unit_log_ratio,
+        routing=routing,
+        balance=balance,
         mesh=config.mesh,
     )
 
@@ -158,17 +171,26 @@ def gradient_sums(
     sdcc_lambda: float | jax.Array = 0.0,
     frozen: Params = None,
     teacher: Params = None,
+    balance: Balance | None = None,
 ) -> Total:
     """Numerator, metric sums and the numerator's gradient with respect to ``params`` of one micro-batch.
 
-    frozen: the decoder's other parameters; teacher: as ``params``, see `loss_sums`.
+    frozen: the decoder's other parameters; teacher: as ``params``, see `loss_sums`; balance: see `losses.batch_loss`.
     """
     others = {} if frozen is None else frozen
     averaged = None if teacher is None else model.join_params(teacher, others)
 
     def loss(params: Params) -> tuple[jax.Array, Metrics]:
         whole = model.join_params(params, others)
-        return loss_sums(whole, batch, config, unit_log_ratio=unit_log_ratio, sdcc_lambda=sdcc_lambda, teacher=averaged)
+        return loss_sums(
+            whole,
+            batch,
+            config,
+            unit_log_ratio=unit_log_ratio,
+            sdcc_lambda=sdcc_lambda,
+            teacher=averaged,
+            balance=balance,
+        )
 
     (numerator, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
     return Total(gradients, numerator, metrics)
@@ -206,7 +228,11 @@ def build(
     # As an array: a Python 0 would be the static branch without the distillation term's metrics.
     no_weight, alone = np.float32(0), config
     shapes = jax.eval_shape(
-        lambda f, p, b, w: gradient_sums(p, b, alone, sdcc_lambda=w, frozen=f), frozen, params, example, no_weight
+        lambda f, p, b, w: gradient_sums(p, b, alone, sdcc_lambda=w, frozen=f, balance=Balance(w)),
+        frozen,
+        params,
+        example,
+        no_weight,
     )
     config = on_mesh(config, mesh)
 
@@ -221,6 +247,7 @@ def build(
         unit_log_ratio: jax.Array | None,
         sdcc_lambda: jax.Array,
         teacher: Params,
+        balance: Balance | None = None,
     ) -> Total:
         fresh = gradient_sums(
             params,
@@ -230,12 +257,18 @@ def build(
             sdcc_lambda=sdcc_lambda,
             frozen=frozen,
             teacher=teacher,
+            balance=balance,
         )
         return Total(
             jax.tree.map(jnp.add, total.gradients, fresh.gradients),
             total.numerator + fresh.numerator,
             losses.combine(total.metrics, fresh.metrics),
         )
+
+    def routing(frozen: Params, params: Params, rows: Rows) -> model.Routing:
+        sums = routed(model.join_params(params, frozen), rows, config)[1]
+        assert sums is not None  # asked for with experts only
+        return sums
 
     def apply(state: TrainState, total: Total, denominator: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         gradients = jax.tree.map(lambda leaf: (leaf / denominator).astype(leaf.dtype), total.gradients)
@@ -264,6 +297,7 @@ def build(
     return Step(
         jax.jit(zero, out_shardings=Total(*total)),
         partial(jax.jit(accumulate, donate_argnums=2, out_shardings=Total(*total)), frozen),
+        partial(jax.jit(routing, out_shardings=everywhere), frozen),
         jax.jit(apply, donate_argnums=0, out_shardings=(after, everywhere)),
         jax.jit(skip, donate_argnums=0, out_shardings=after),
         partial(jax.jit(score, out_shardings=by_edge), frozen),

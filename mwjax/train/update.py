@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mwjax import losses
-from mwjax.losses import Metrics, PolicyGradientConfig
+from mwjax.losses import Balance, Metrics, PolicyGradientConfig
 from mwjax.train.mesh import on_every_process, place, place_values
 from mwjax.train.state import TrainState
 from mwjax.train.step import Step
@@ -75,10 +75,13 @@ def update(
         means = unit_log_ratios(partial(step.score, state.params), placed, loss.policy_gradient, mesh)
         by_unit = [place_values(values, mesh) for values in means]
     total = step.zero()
+    divisor = np.asarray(denominator, total.numerator.dtype)
+    balance = _balance(step, state.params, placed, divisor) if loss.router_auxiliary else None
     for batch, unit_log_ratio in zip(placed, by_unit):
-        total = step.accumulate(state.params, total, batch, unit_log_ratio, np.float32(sdcc_lambda), state.teacher)
+        weight = np.float32(sdcc_lambda)
+        total = step.accumulate(state.params, total, batch, unit_log_ratio, weight, state.teacher, balance)
     metrics = total.metrics
-    state, scalars = step.apply(state, total, np.asarray(denominator, total.numerator.dtype))
+    state, scalars = step.apply(state, total, divisor)
     return state, Outcome(scalars, metrics)
 
 
@@ -104,6 +107,15 @@ def _compared(step: Step, batch: Batch, comparison: Comparison) -> Batch:
         old_logprob=scored if comparison.own_rows else edges.old_logprob,
     )
     return batch._replace(rows=batch.rows._replace(edges=edges))
+
+
+def _balance(step: Step, params: Params, placed: Sequence[Batch], denominator: np.ndarray) -> Balance:
+    """What the load-balancing term needs; of several micro-batches the sums have to be there before any gradient, which
+    takes a forward pass."""
+    if len(placed) == 1:
+        return Balance(denominator)
+    sums = [step.routing(params, batch.rows) for batch in placed]
+    return Balance(denominator, jax.tree.map(lambda *parts: sum(parts), *sums))
 
 
 def unit_log_ratios(

@@ -18,7 +18,7 @@ BLOCK = 256  # rows that stay together: the attention works on blocks
 def split_context(batch: Batch, shards: int) -> Batch:
     """The batch with the positions of every row reordered for ``shards`` devices: shard k takes positions
     ``k * T / shards`` up to ``(k + 1) * T / shards`` of the new order. ``visible_until`` stays in the row's own order;
-    ``index``, the parents of the edges and the pairs follow. The same batch for one shard.
+    ``index``, the weights of the tokens, the parents of the edges and the pairs follow. The same batch for one shard.
 
     Raises:
         ValueError: the length of the rows, or their number of edges or pairs, is no multiple of ``shards``.
@@ -65,7 +65,8 @@ def _split(rows: Rows, shards: int, what: str) -> tuple[Rows, np.ndarray]:
     index = np.stack([deal(row, shards, block) for row in rows.visible_until])
     place = np.argsort(index, axis=1).astype(np.int32)
     tokens, positions = (np.take_along_axis(x, index, axis=1) for x in (rows.tokens, rows.positions))
-    return rows._replace(tokens=tokens, positions=positions, index=index), place
+    weight = None if rows.token_weight is None else np.take_along_axis(rows.token_weight, index, axis=1)
+    return rows._replace(tokens=tokens, positions=positions, index=index, token_weight=weight), place
 
 
 def _move(place: np.ndarray, positions: np.ndarray) -> np.ndarray:

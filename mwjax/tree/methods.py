@@ -66,6 +66,8 @@ class Fragment:
     """A piece of a row that must stay together. Positions in ``edges`` count from its first token.
 
     tokens, positions, visible_until: int32 [N]; edges: arrays [E]; teacher: for SDCC, where there are leaves to teach.
+    copies: int64 [N], in how many fragments of the same call every token (the same ids from the start on) stands; None:
+    in this one only.
     """
 
     tokens: np.ndarray
@@ -73,6 +75,7 @@ class Fragment:
     visible_until: np.ndarray
     edges: Edges
     teacher: Teacher | None = None
+    copies: np.ndarray | None = None
 
     @property
     def needs(self) -> tuple[int, int, int, int]:
@@ -180,10 +183,14 @@ def _owned(tree: Tree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _views(tree: Tree, number: int, _method: str, _shape: RowShape) -> list[Fragment]:
-    return [
+    made = [
         _sequence(ids, sampled_edges(tree, select, tree.sampled.prefix[select] - 1, number))
         for ids, select in _owned(tree)
     ]
+    if len(made) < 2:
+        return made
+    trie = build_trie([view.tokens for view in made])
+    return _with_copies(made, [trie.rows_of(path, view.positions) for path, view in enumerate(made)])
 
 
 def _linear(tree: Tree, number: int, method: str, _shape: RowShape) -> list[Fragment]:
@@ -218,7 +225,7 @@ def _split_trie(trees: Sequence[Tree], numbers: Sequence[int], shape: RowShape) 
             paths.append(ids[: int(parent.max()) + 1])
             parents.append(parent)
             edges.append(sampled_edges(tree, select, parent, number))
-    pieces = _split(paths, [len(parent) for parent in parents], shape.length, shape.edges)
+    pieces = list(_split(paths, [len(parent) for parent in parents], shape.length, shape.edges))
     made = []
     for members, trie in pieces:
         rows = [
@@ -226,7 +233,23 @@ def _split_trie(trees: Sequence[Tree], numbers: Sequence[int], shape: RowShape) 
             for local, path in enumerate(members)
         ]
         made.append(Fragment(trie.tokens, trie.positions, trie.visible_until, _concatenated(rows)))
-    return made
+    if len(made) < 2:
+        return made
+    whole = build_trie(paths)
+    nodes = []
+    for members, trie in pieces:
+        node = np.empty(len(trie.tokens), np.int64)
+        for local, path in enumerate(members):
+            depths = np.arange(len(paths[path]))
+            node[trie.rows_of(local, depths)] = whole.rows_of(path, depths)
+        nodes.append(node)
+    return _with_copies(made, nodes)
+
+
+def _with_copies(made: Sequence[Fragment], nodes: Sequence[np.ndarray]) -> list[Fragment]:
+    """Fragments with ``copies``, from the number that every token of theirs has among all distinct ones."""
+    count = np.bincount(np.concatenate(nodes))
+    return [replace(fragment, copies=count[node]) for fragment, node in zip(made, nodes)]
 
 
 def _split(
@@ -276,7 +299,7 @@ def _distillation(tree: Tree, number: int, method: str, shape: RowShape) -> list
         # A teacher too large for one row goes into several; the task loss is taken with the first.
         base = student[0] if not made else _without_edges(student[0], int(sampled.compressed[select].max()))
         made.append(replace(base, teacher=teacher))
-    return made or student
+    return _with_copies(made, [fragment.positions for fragment in made]) if len(made) > 1 else made or student
 
 
 def _without_edges(fragment: Fragment, length: int) -> Fragment:

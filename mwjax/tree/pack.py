@@ -79,7 +79,8 @@ def _empty(count: int, length: int, edges: int) -> Rows:
     padding = Edges(*columns)
     padding.temperature[:] = 1
     sees_itself = np.broadcast_to(np.arange(1, length + 1, dtype=np.int32), (count, length)).copy()
-    return Rows(np.zeros((count, length), np.int32), np.zeros((count, length), np.int32), sees_itself, padding)
+    tokens, positions = np.zeros((2, count, length), np.int32)
+    return Rows(tokens, positions, sees_itself, padding, token_weight=np.zeros((count, length), np.float32))
 
 
 def _write(rows: Rows, row: int, at: int, piece: Fragment | Teacher) -> None:
@@ -87,6 +88,8 @@ def _write(rows: Rows, row: int, at: int, piece: Fragment | Teacher) -> None:
     rows.tokens[row, span] = piece.tokens
     rows.positions[row, span] = piece.positions
     rows.visible_until[row, span] = piece.visible_until + np.int32(at)
+    if isinstance(piece, Fragment) and rows.token_weight is not None:
+        rows.token_weight[row, span] = 1 if piece.copies is None else 1 / piece.copies
 
 
 def _write_edges(edges: Edges, row: int, first: int, at: int, values: Edges) -> None:

@@ -39,6 +39,10 @@ class Rows(NamedTuple):
     index: None, or int32 [B, T] where the rows are reordered for context parallelism (`mwjax.tree.context`): what
     stands at place r of ``tokens`` and ``positions``, and what a parent r means, is row position ``index[r]``;
     ``visible_until`` is in row order.
+
+    token_weight: None, or float32 [B, T], laid out as ``tokens``: what a position counts for where tokens are counted
+    (the load of experts), so that a token of the trie of what is laid out together (a rollout, or with ``packed`` a
+    group) counts once however many rows repeat it: 1 over the number of its places; padding, and teacher rows, 0.
     """
 
     tokens: np.ndarray
@@ -46,6 +50,7 @@ class Rows(NamedTuple):
     visible_until: np.ndarray
     edges: Edges
     index: np.ndarray | None = None  # type: ignore[assignment]  # hides tuple.index
+    token_weight: np.ndarray | None = None
 
 
 class Pairs(NamedTuple):
