@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from mwjax import data
 from mwjax.losses.masking import active, only
-from mwjax.train import metrics_log
+from mwjax.train import distributed, metrics_log
 from mwjax.train.config import EvaluationConfig, RunConfig
 from mwjax.train.exact import ROUND_TO
 from mwjax.train.mesh import WHOLE, Share, leads, place_rows, replicated
@@ -190,7 +190,8 @@ class Evaluations:
         """evaluate: what `build` made for ``held``; show: is given every new row of ``evaluation.jsonl``; begun: the
         step the run goes on from, rows of later ones do not count."""
         self.config, self.total, self.held, self.evaluate, self.show = config, total, held, evaluate, show
-        self.rows = metrics_log.read(config.run_dir, metrics_log.EVALUATION, begun)
+        # All processes have to evaluate at the same steps, whatever their caches show of the file.
+        self.rows = distributed.of_leader(metrics_log.read(config.run_dir, metrics_log.EVALUATION, begun))
 
     @property
     def newest(self) -> dict[str, Any] | None:
@@ -202,17 +203,18 @@ class Evaluations:
         done = any(row["step"] == step for row in self.rows)
         return self.evaluate is not None and due(self.config.evaluation, step, self.total) and not done
 
-    def add(self, step: int, params: Params, go_on: Callable[[int, int], bool]) -> None:
-        """Evaluates the weights after ``step`` steps; nothing is added if ``go_on`` says no on the way."""
+    def add(self, step: int, params: Params, go_on: Callable[[int, int], bool]) -> bool:
+        """Evaluates the weights after ``step`` steps; False, and nothing is added, if ``go_on`` says no on the way."""
         assert self.evaluate is not None
         found = self.evaluate(params, go_on)
         if found is None:
-            return
+            return False
         row = {"step": step, **found}
         self.rows.append(row)
         if leads():
             metrics_log.append(self.config.run_dir, row, metrics_log.EVALUATION)
         self.show(row)
+        return True
 
     def notes(self, trained: Collection[str]) -> list[str]:
         """What to know about the held-out rollouts of a run that trains on the ids ``trained``."""

@@ -241,8 +241,7 @@ def _steps(
         log.add(batches, outcome, weight if distils else None)
         done = batches.step + 1
         stopping = stop.soon()  # asked once: a signal may come at any time
-        if not stopping:
-            log.evaluate(done, current.params)
+        stopping = stopping or not log.evaluate(done, current.params)
         if done == made.total or stopping or (every and done % every == 0):
             log.flush()  # and stop here if the loss is not finite: such weights are not worth keeping
             by = config.checkpoint
@@ -328,18 +327,20 @@ class _Log:
                     "before. Lower optimizer.learning_rate, or look for the operation with --debug"
                 )
 
-    def evaluate(self, step: int, params: Any) -> None:
-        """Evaluates the (trained) weights after ``step`` steps if that is due. Its time is not the next step's."""
+    def evaluate(self, step: int, params: Any) -> bool:
+        """Evaluates the (trained) weights after ``step`` steps if that is due. Its time is not the next step's. False
+        where a signal cut it short: the run that goes on from this step makes up for it."""
         if not self.evaluations.wanted(step):
-            return
+            return True
         self.flush()
 
         def go_on(done: int, total: int) -> bool:
             self.reporter.evaluating(done, total)
             return not self.stop.soon()
 
-        self.evaluations.add(step, model.join_params(params, self.made.frozen), go_on)
+        finished = self.evaluations.add(step, model.join_params(params, self.made.frozen), go_on)
         self.since, self.compiling = time.perf_counter(), self.compiled.seconds
+        return finished
 
     def scores(self, name: Literal["loss", "evaluation_loss"]) -> dict[int, float]:
         """What checkpoints are ranked by, of all steps so far."""
