@@ -623,7 +623,7 @@ def plan(
     ] = 1.0,
     microbatches: Annotated[
         int | None,
-        typer.Option(min=1, help="Micro-batches of a step; by default, as many as hold its rollouts, one a row."),
+        typer.Option(min=1, help="Micro-batches of a step, full ones; by default, its rollouts fill a row each."),
     ] = None,
     tries: Annotated[int, typer.Option(min=0, help="How many other ways are compiled where it does not fit.")] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON instead of tables.")] = False,

@@ -54,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Lowering:
-    """What there is to compile on a mesh, and what a device holds meanwhile. functions: each compiles when it is called;
+    """What there is to compile on a mesh, and what a device holds meanwhile. functions: each compiles when called;
     arguments: bytes of theirs on a device; computed: of ``accumulate``; scoring: of ``score``, None without it."""
 
     functions: Mapping[str, Callable[[], Any]]

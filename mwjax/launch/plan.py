@@ -25,14 +25,16 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class Plan:
     """A configuration on a slice. config: as compiled; chosen: what was chosen in place of what the configuration says,
-    as KEY=VALUE; programs: the functions that were compiled; failure: the one that was not; peak: the fullest moment
-    of a step on one device, None where nothing was compiled; limits: of one run of each function; estimate: of a step,
-    None where not all was compiled. seconds: compiling took."""
+    as KEY=VALUE; rows_a_step: full ones, the rest of the micro-batches is padding; programs: the functions that were
+    compiled; failure: the one that was not; peak: the fullest moment of a step on one device, None where nothing was
+    compiled; limits: of one run of each function; estimate: of a step, None where not all was compiled. seconds:
+    compiling took."""
 
     slice: Slice
     config: RunConfig
     shape: model.ModelConfig
     microbatches: int
+    rows_a_step: int
     density: float
     chosen: tuple[str, ...]
     programs: tuple[ahead.Program, ...]
@@ -96,7 +98,7 @@ def make(
     """Plan ``config`` on a slice: compile its step, and where that does not fit, up to ``tries`` other ways.
 
     auto: choose the mesh, also where the configuration has one. density: visible pairs of a row as a share of a causal
-    one's. microbatches: of a step; None: as many as hold its rollouts, one a row. say: is told what goes on.
+    one's. microbatches: of a step, full ones; None: its rollouts fill a row each. say: is told what goes on.
 
     Raises PlanError, and ModelFilesError where the decoder's config.json cannot be had.
     """
@@ -107,7 +109,9 @@ def make(
         devices = ahead.devices(slice_)
     except RuntimeError as error:
         raise PlanError(f"{slice_.name}: XLA's TPU compiler does not take {slice_.topology}: {error}") from error
-    rows_a_step = (microbatches or _microbatches(config)) * config.data.rows_per_microbatch
+    rows_a_step = config.data.rollouts_per_step
+    if microbatches is not None:
+        rows_a_step = microbatches * config.data.rows_per_microbatch
     listed: list[search.Candidate] | None = None
     compiled: list[Plan] = []
 
@@ -115,11 +119,10 @@ def make(
         nonlocal listed
         if listed is None:
             say(f"{slice_.name}: listing meshes", len(compiled), 1 + tries)
-            listed = search.candidates(config, shape, slice_, devices)
+            listed = search.candidates(config, shape, slice_, devices, rows_a_step)
         return listed
 
     def assess(made: RunConfig) -> Plan:
-        steps = -(-rows_a_step // made.data.rows_per_microbatch)
         compiled.append(
             _assess(
                 made,
@@ -127,7 +130,7 @@ def make(
                 shape,
                 slice_,
                 devices,
-                steps,
+                rows_a_step,
                 density,
                 lambda what: say(f"{slice_.name}: {what}", len(compiled), 1 + tries),
             )
@@ -154,10 +157,6 @@ def make(
     return Planned(asked, tuple(tried), len(others) - len(tried))
 
 
-def _microbatches(config: RunConfig) -> int:
-    return -(-config.data.rollouts_per_step // config.data.rows_per_microbatch)
-
-
 def _scale(asked: Plan, ways: Sequence[search.Candidate]) -> float:
     """By how much the guesses were short of what the compiler found."""
     guess = next((one.bytes for one in ways if one.config == asked.config), None)
@@ -170,12 +169,13 @@ def _assess(
     shape: model.ModelConfig,
     slice_: Slice,
     devices: Sequence[Any],
-    microbatches: int,
+    rows_a_step: int,
     density: float,
     say: Callable[[str], None],
 ) -> Plan:
     """Compile the functions of a step, the largest first, as long as they fit."""
     begun = time.perf_counter()
+    microbatches = -(-rows_a_step // config.data.rows_per_microbatch)
     programs: list[ahead.Program] = []
     failure, lowering, peak = None, None, None
     try:
@@ -205,6 +205,7 @@ def _assess(
         config=config,
         shape=shape,
         microbatches=microbatches,
+        rows_a_step=rows_a_step,
         density=density,
         chosen=tuple(_changes(asked, config)),
         programs=tuple(programs),
@@ -213,7 +214,7 @@ def _assess(
         peak=peak,
         flops=None if lowering is None else lowering.computed,
         limits=limits,
-        estimate=_estimate(slice_, lowering, limits, config, microbatches) if complete and lowering else None,
+        estimate=_estimate(slice_, lowering, limits, config, rows_a_step) if complete and lowering else None,
         seconds=time.perf_counter() - begun,
     )
 
@@ -237,19 +238,19 @@ def _limits(
 
 
 def _estimate(
-    slice_: Slice,
-    lowering: ahead.Lowering,
-    limits: dict[str, roofline.Limits],
-    config: RunConfig,
-    microbatches: int,
+    slice_: Slice, lowering: ahead.Lowering, limits: dict[str, roofline.Limits], config: RunConfig, rows: int
 ) -> roofline.Estimate:
-    seconds = limits["apply"].seconds + microbatches * sum(
-        one.seconds for name, one in limits.items() if name != "apply"
+    """Of a step of ``rows`` full rows; what else its micro-batches hold is padding, and counts for nothing."""
+    microbatches = -(-rows // config.data.rows_per_microbatch)
+    each = sum(one.seconds for name, one in limits.items() if name != "apply")
+    counted = sum(lowering.computed.model.values()) + sum(lowering.scoring.model.values() if lowering.scoring else ())
+    return roofline.estimate(
+        slice_.generation,
+        config.mesh.devices,
+        limits["apply"].seconds + microbatches * each,
+        rows * config.data.row_length,
+        counted * rows / config.data.rows_per_microbatch,
     )
-    tokens = microbatches * config.data.rows_per_microbatch * config.data.row_length
-    scored = lowering.scoring
-    counted = sum(lowering.computed.model.values()) + (0.0 if scored is None else sum(scored.model.values()))
-    return roofline.estimate(slice_.generation, config.mesh.devices, seconds, tokens, microbatches * counted)
 
 
 def describe(config: RunConfig) -> str:

@@ -41,8 +41,8 @@ def _show_plan(made: plan.Plan, console: Console) -> None:
     console.print(f"\n[bold]{slice_.describe()}[/]")
     console.print(
         f"  {config.model.path or 'small random model'}, {setup.method(config)}, {config.loss.task}; "
-        f"{plan.describe(config)}; {made.microbatches} micro-batches a step; attention {config.model.attention}, "
-        f"{config.model.dtype}"
+        f"{plan.describe(config)}; {made.rows_a_step} rows a step in {made.microbatches} micro-batches; "
+        f"attention {config.model.attention}, {config.model.dtype}"
     )
     if made.chosen:
         console.print(f"  chosen here: {' '.join(made.chosen)}")
@@ -182,6 +182,7 @@ def _values(made: plan.Plan) -> dict[str, Any]:
         "row_length": config.data.row_length,
         "rows_per_microbatch": config.data.rows_per_microbatch,
         "microbatches": made.microbatches,
+        "rows_a_step": made.rows_a_step,
         "density": made.density,
         "chosen": list(made.chosen),
         "fits": made.fits,

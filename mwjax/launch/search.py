@@ -28,17 +28,20 @@ SPLASH_PARTIAL_BYTES = 8 * 512 * 4 * 2  # a query: 8 partly visible blocks a que
 
 
 class Candidate(NamedTuple):
-    """A way to run the configuration on a slice. score: guessed seconds a token; bytes: guessed, on one device."""
+    """A way to run the configuration on a slice. score: guessed seconds of a step, for each token of a row; bytes:
+    guessed, on one device."""
 
     config: RunConfig
     score: float
     bytes: float
 
 
-def candidates(config: RunConfig, shape: model.ModelConfig, slice_: Slice, devices: Sequence[Any]) -> list[Candidate]:
+def candidates(
+    config: RunConfig, shape: model.ModelConfig, slice_: Slice, devices: Sequence[Any], rows_a_step: int
+) -> list[Candidate]:
     """All ways on all devices of the slice, the nearest to ``config`` first: its row length before shorter ones, then
-    by the guessed time a token. Remat is as configured or stronger, and micro-batches hold as many rows or fewer (more
-    only where every device needs one)."""
+    by the guessed time of a step of ``rows_a_step`` rows. Remat is as configured or stronger, and micro-batches hold as
+    many rows or fewer (more only where every device needs one)."""
     made = []
     for mesh, remat, length in itertools.product(
         meshes(shape, devices), REMAT[REMAT.index(config.model.remat) :], _lengths(config)
@@ -46,7 +49,7 @@ def candidates(config: RunConfig, shape: model.ModelConfig, slice_: Slice, devic
         for rows in _rows(config.data.rows_per_microbatch, mesh.data * mesh.fsdp):
             changed = with_options(config, mesh, remat, rows, length)
             if _divides(changed):
-                made.append(Candidate(changed, *_guess(changed, shape, slice_)))
+                made.append(Candidate(changed, *_guess(changed, shape, slice_, rows_a_step)))
     full = config.data.row_length
     return sorted(made, key=lambda one: (full / one.config.data.row_length, one.score, one.bytes))
 
@@ -132,8 +135,8 @@ class _Shares:
     itemsize: int
 
 
-def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice) -> tuple[float, float]:
-    """(seconds a token, bytes on a device)."""
+def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice, rows_a_step: int) -> tuple[float, float]:
+    """`Candidate`'s score and bytes."""
     whole = model.abstract_params(shape)
     trained, _ = trainable.split(config.model, shape, whole)
     mesh, layout = config.mesh, setup.layout(config)
@@ -153,7 +156,8 @@ def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice) -> tuple[
     limits = roofline.limits(slice_.generation, mesh.devices, computed, 0.0, _sent(config, shape, shares))
     # Transfers are never wholly hidden behind the work.
     seconds = limits.seconds + 0.3 * min(limits.compute, limits.links)
-    return seconds / (layout.rows_per_microbatch * layout.shape.length), _bytes(config, shape, shares)
+    microbatches = -(-rows_a_step // layout.rows_per_microbatch)
+    return microbatches * seconds / layout.shape.length, _bytes(config, shape, shares)
 
 
 def _elements(params: Any) -> int:
