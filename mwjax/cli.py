@@ -539,6 +539,13 @@ def import_(
     template: Annotated[
         str | None, typer.Option(metavar="FILE", help="Chat template, where the tokenizer's folder has none.")
     ] = None,
+    normalise_system: Annotated[
+        bool,
+        typer.Option(
+            "--normalise-system",
+            help="Give all calls of a conversation the first one's system prompt where a few lines differ (a date).",
+        ),
+    ] = False,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Refuse ids at or beyond it.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
 ) -> None:
@@ -563,6 +570,7 @@ def import_(
             sampling=readers.sampling_of(sampling or ()),
             tokenizer=tokenizer,
             template=template,
+            normalise_system=normalise_system,
             vocab_size=vocab_size,
             progress=progress,
         )

@@ -268,8 +268,7 @@ def _folder_template(folder: Path | None, config: Mapping[str, Any]) -> str | No
         return None
     for name in TEMPLATE_FILES:
         if (folder / name).exists():
-            given = _read_text(folder / name)
-            return json.loads(given).get("chat_template") if name.endswith(".json") else given
+            return _json(folder / name).get("chat_template") if name.endswith(".json") else _read_text(folder / name)
     given = config.get("chat_template")
     if isinstance(given, list):  # several under names
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}

@@ -63,7 +63,8 @@ class Options:
     recorded log-probs are, "auto" for what is known of the engine. ``sampling``: settings where a record names none.
     ``vocab_size``: ids at or beyond it are refused.
     ``tokenizer``, ``template``: a tokenizer.json or model folder, and a chat template file, for formats without ids and
-    for telling re-tokenised text. ``progress``: called with the file and the bytes read of it so far.
+    for telling re-tokenised text. ``normalise_system``: give all calls of a conversation the first one's system prompt
+    where theirs differs in a few lines. ``progress``: called with the file and the bytes read of it so far.
     """
 
     group_by: str | None = None
@@ -73,6 +74,7 @@ class Options:
     sampling: Sampling = DEFAULT_SAMPLING
     tokenizer: str | None = None
     template: str | None = None
+    normalise_system: bool = False
     vocab_size: int | None = None
     progress: Callable[[str, int], None] | None = None
 

@@ -1,0 +1,255 @@
+"""Sessions of Claude Code: ``~/.claude/projects/PROJECT/SESSION.jsonl``.
+
+Lines have ``uuid, parentUuid, type, message, isSidechain``. One response is several lines, a block each, that share
+``message.id``; the results of parallel tool calls hang on the line of their own call, so the line of ancestors alone
+misses some of them. ``system`` lines of subtype ``compact_boundary`` (``parentUuid`` null, ``logicalParentUuid``,
+``compactMetadata`` with ``preservedSegment {headUuid, anchorUuid, tailUuid}`` or ``preservedMessages {uuids}`` where
+messages were kept) begin a new root, whose first message is ``isCompactSummary``; ``microcompact_boundary`` clears the
+tool results in ``microcompactMetadata.compactedToolIds``. After a further compaction kept lines can be written again
+under the same uuid and another parent. Sub-agents are side chains, in the same file or in
+``SESSION/subagents/agent-*.jsonl``. System prompt, tools and the calls for summaries are not in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.readers import chat
+from mwjax.rollouts.readers.linked import Links
+from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
+from mwjax.rollouts.readers.records import json_records
+from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.record import MAIN_CHAIN
+
+NAME = "claude-code"
+DESCRIPTION = "session files of Claude Code (no ids: rendered)"
+
+CLEARED = "[Old tool result content cleared]"
+NOT_SAMPLED = "<synthetic>"
+
+
+def looks_like(head: Head) -> bool:
+    lines = [each for each in head.records if isinstance(each, dict)]
+    return any(
+        {"uuid", "parentUuid", "sessionId"} <= each.keys()
+        and each.get("type") in ("user", "assistant")
+        and isinstance(each.get("message"), dict)
+        and "content" in each["message"]
+        for each in lines
+    )
+
+
+def read(path: str, options: Options) -> Iterator[Item]:
+    rendering = rendering_for(NAME, options)
+    session = _Session()
+    records, name = 0, Path(path).name.partition(".")[0]
+    for file in _files(path):
+        for record in json_records(file, options if file == path else Options()):
+            if isinstance(record, Refusal):
+                yield record
+                continue
+            value = record.value
+            if not isinstance(value, dict):
+                yield record.refusal(file, "", "is no line of a Claude Code session")
+                continue
+            if not session.add(value, record.line, file):
+                yield Remark("merged", file, record.line, "a line with the same uuid is there already")
+                continue
+            records += 1
+            if file == path and value.get("sessionId"):
+                name = str(value["sessionId"])
+    calls: list[Seen] = []
+    hidden = False
+    for first, uuids in session.answers():
+        line, file = session.links.lines[first], session.files[first]
+        try:
+            call = session.call(first, uuids)
+        except RecordError as error:
+            yield Refusal(file, line, error.field, error.reason)
+            records -= 1
+            continue
+        if call is None:
+            yield Remark("empty", file, line, "the answer is empty or was written by the program")
+            records -= 1
+            continue
+        hidden = hidden or session.hides_thinking(uuids)
+        calls.append(call)
+    calls.sort(key=lambda call: call.time or 0.0)
+    if any(call.detail == "compaction" for call in calls):
+        reason = "a summary was sampled in a call that the log does not hold: its text is context only"
+        yield Remark("warning", path, calls[0].line, reason)
+    if calls:
+        yield from rollout_items(
+            path,
+            name,
+            with_causes(calls),
+            rendering,
+            missing=[SYSTEM, TOOLS, *(["thinking (only its signature is kept)"] if hidden else [])],
+            records=records,
+            meta={"program": f"claude-code {session.version}"},
+        )
+
+
+def _files(path: str) -> Iterator[str]:
+    yield path
+    place = Path(path).expanduser()
+    yield from map(str, sorted((place.parent / place.name.partition(".")[0] / "subagents").glob("*.jsonl")))
+
+
+class _Session:
+    def __init__(self) -> None:
+        self.links = Links()
+        self.files: dict[str, str] = {}
+        self.version = ""
+        self.blocks: dict[str, list[str]] = {}  # message.id -> its lines
+        self.results: dict[str, str] = {}  # tool_use id -> the line with its result
+        self.chains: dict[str, str] = {}  # root of a side chain, or agentId -> name of the chain
+        self.boundaries: list[str] = []
+
+    def add(self, value: Mapping[str, Any], line: int, file: str) -> bool:
+        """False for a copy of a line that is there already. Lines without a uuid (titles, snapshots) say nothing."""
+        uuid = value.get("uuid")
+        if not isinstance(uuid, str):
+            return True
+        if not self.links.add(uuid, value.get("parentUuid"), value, line):
+            return False
+        self.files[uuid] = file
+        self.version = str(value.get("version") or self.version)
+        message = value.get("message")
+        if value.get("type") == "assistant" and isinstance(message, dict):
+            self.blocks.setdefault(str(message.get("id") or uuid), []).append(uuid)
+        elif isinstance(message, dict) and isinstance(message.get("content"), list):
+            for block in message["content"]:
+                if isinstance(block, dict) and block.get("type") == "tool_result":
+                    self.results.setdefault(str(block.get("tool_use_id")), uuid)
+        if value.get("subtype") in ("compact_boundary", "microcompact_boundary"):
+            self.boundaries.append(uuid)
+        return True
+
+    def answers(self) -> Iterator[tuple[str, list[str]]]:
+        """The first line of every response, and all its lines."""
+        for uuids in self.blocks.values():
+            yield uuids[0], uuids
+
+    def call(self, first: str, uuids: list[str]) -> Seen | None:
+        """The call that wrote these lines; None where no model did. Raises RecordError."""
+        entry = self.links.entries[first]
+        if entry.get("isApiErrorMessage") or entry["message"].get("model") == NOT_SAMPLED:
+            return None
+        answer = self._answer(uuids)
+        if not (answer["content"] or answer.get("tool_calls")):
+            return None
+        path = self._path(first)
+        boundary = max((at for at, name in enumerate(path) if self._is(name, "compact_boundary")), default=None)
+        since = path[boundary:] if boundary is not None else []
+        compacted = boundary is not None and not any(
+            self.links.entries[name].get("type") == "assistant" for name in since
+        )
+        last = self.links.entries[uuids[-1]]["message"]
+        return Seen(
+            tuple(self._history(path)),
+            answer,
+            line=self.links.lines[first],
+            chain=self._chain(first),
+            detail="compaction" if compacted else None,
+            trainable="forkedFrom" not in entry,
+            finish_reason=last.get("stop_reason"),
+            time=seconds(entry.get("timestamp")),
+        )
+
+    def hides_thinking(self, uuids: list[str]) -> bool:
+        blocks = [block for name in uuids for block in self._content(name)]
+        return any(
+            block.get("type") == "redacted_thinking" or (block.get("type") == "thinking" and not block.get("thinking"))
+            for block in blocks
+        )
+
+    def _answer(self, uuids: list[str]) -> chat.Message:
+        blocks = [block for name in uuids for block in self._content(name)]
+        return chat.from_anthropic({"role": "assistant", "content": blocks}, "message")[-1]
+
+    def _content(self, name: str) -> list[Any]:
+        content = self.links.entries[name]["message"].get("content")
+        return content if isinstance(content, list) else [{"type": "text", "text": str(content or "")}]
+
+    def _path(self, first: str) -> list[str]:
+        """The lines before a response, with the messages that a compaction kept put where it hung them."""
+        path = self.links.before(first)
+        boundary = self.links.entries[path[0]] if path else {}
+        if boundary.get("subtype") != "compact_boundary":
+            return path
+        details = boundary.get("compactMetadata") or {}
+        segment, listed = details.get("preservedSegment"), details.get("preservedMessages")
+        kept: list[str] = []
+        anchor: Any = path[0]
+        if isinstance(listed, dict) and isinstance(listed.get("uuids"), list):
+            kept, anchor = [name for name in listed["uuids"] if name in self.links.entries], listed.get("anchorUuid")
+        elif isinstance(segment, dict):
+            kept = self.links.path(segment.get("tailUuid"), 0)
+            head, anchor = segment.get("headUuid"), segment.get("anchorUuid")
+            kept = kept[kept.index(head) :] if head in kept else []
+        if not kept or kept[-1] in path:
+            return path
+        at = path.index(anchor) + 1 if anchor in path else len(path)
+        return [*path[:at], *kept, *path[at:]]
+
+    def _history(self, path: list[str]) -> list[chat.Message]:
+        cleared: set[str] = set()
+        for name in path:
+            if self._is(name, "microcompact_boundary"):
+                found = self.links.entries[name].get("microcompactMetadata") or {}
+                cleared.update(map(str, found.get("compactedToolIds") or ()))
+        result: list[chat.Message] = []
+        answered: set[str] = set()
+        given: set[str] = set()
+        for name in path:
+            entry = self.links.entries[name]
+            message = entry.get("message")
+            if not isinstance(message, dict) or entry.get("isApiErrorMessage"):
+                continue
+            if entry.get("type") == "assistant":
+                key = str(message.get("id") or name)
+                if key in answered or message.get("model") == NOT_SAMPLED:
+                    continue
+                answered.add(key)
+                answer = self._answer(self.blocks[key])
+                result.append(answer)
+                for made in answer.get("tool_calls", ()):
+                    line = self.results.get(made["id"])
+                    if line is not None:
+                        given.add(line)
+                        result += self._user(line, cleared, only=made["id"])
+            elif entry.get("type") == "user" and not entry.get("isVisibleInTranscriptOnly", False):
+                result += self._user(name, cleared, without_results=name in given)
+            elif entry.get("isCompactSummary"):
+                result += self._user(name, cleared)
+        return result
+
+    def _user(
+        self, name: str, cleared: set[str], *, only: str | None = None, without_results: bool = False
+    ) -> list[chat.Message]:
+        found = chat.from_anthropic({**self.links.entries[name]["message"], "role": "user"}, "message")
+        result = []
+        for each in found:
+            if each["role"] == "tool":
+                if without_results or (only is not None and each.get("tool_call_id") != only):
+                    continue
+                each = {**each, "content": CLEARED} if each.get("tool_call_id") in cleared else each
+            elif only is not None:
+                continue
+            result.append(each)
+        return result
+
+    def _is(self, name: str, subtype: str) -> bool:
+        return self.links.entries[name].get("subtype") == subtype
+
+    def _chain(self, name: str) -> str:
+        entry = self.links.entries[name]
+        if not entry.get("isSidechain"):
+            return MAIN_CHAIN
+        key = str(entry.get("agentId") or (self.links.before(name) or [name])[0])
+        number = len(set(self.chains.values())) + 1
+        return self.chains.setdefault(key, "subagent" if number == 1 else f"subagent-{number}")

@@ -1,0 +1,195 @@
+"""Rollout files of Codex: ``~/.codex/sessions/YYYY/MM/DD/rollout-*.jsonl``.
+
+Every line is ``{timestamp, type, payload}`` (openai/codex, codex-rs/protocol: RolloutItem). ``session_meta`` opens the
+file with ``base_instructions``; ``response_item`` is an item of the responses API, in the order in which the model saw
+or wrote it; ``compacted`` puts ``replacement_history`` in place of all items so far; an event ``thread_rolled_back``
+takes the last ``num_turns`` user turns back. Tools and the instruction to summarise are not in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.readers import chat
+from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
+from mwjax.rollouts.readers.records import Record, json_records
+from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds
+
+NAME = "codex"
+DESCRIPTION = "rollout files of Codex (no ids: rendered)"
+
+_WRITTEN = ("reasoning", "function_call", "custom_tool_call", "local_shell_call")
+_ENCRYPTED = ("compaction", "compaction_summary", "context_compaction")
+
+
+def looks_like(head: Head) -> bool:
+    first = head.records[0] if head.records else None
+    return (
+        isinstance(first, dict)
+        and first.get("type") == "session_meta"
+        and isinstance(first.get("payload"), dict)
+        and "timestamp" in first
+    )
+
+
+def read(path: str, options: Options) -> Iterator[Item]:
+    rendering = rendering_for(NAME, options)
+    session = _Session()
+    read_lines = 0
+    for record in json_records(path, options):
+        if isinstance(record, Refusal):
+            yield record
+            continue
+        try:
+            session.take(record)
+            read_lines += 1
+        except RecordError as error:
+            yield record.refusal(path, error.field, error.reason)
+    session.answered()
+    for line in session.refused:
+        yield Refusal(path, line, "payload", "follows an encrypted compaction: what the model saw is not in the log")
+    read_lines -= len(session.refused)
+    if not session.calls:
+        if read_lines:
+            yield Remark("empty", path, 1, "the session has no answer of a model")
+        return
+    # Codex leaves out of its base instructions what is about tools that it does not offer.
+    missing = [SYSTEM, TOOLS, *session.unseen]
+    if session.summaries:
+        reason = "a summary was sampled in a call that the log does not hold: its text is context only"
+        yield Remark("warning", path, session.summaries[0], reason)
+    yield from rollout_items(
+        path, session.name, session.calls, rendering, missing=missing, records=read_lines, meta=session.meta
+    )
+
+
+class _Session:
+    """What the file has told so far. ``items``: the history as the model sees it; ``open``: where its answer under way
+    begins, None between answers."""
+
+    def __init__(self) -> None:
+        self.name = "codex"
+        self.system = ""
+        self.forked: str | None = None
+        self.items: list[dict[str, Any]] = []
+        self.open: int | None = None
+        self.line = 0
+        self.time: str | None = None
+        self.detail: str | None = None
+        self.summing_up = False
+        self.calls: list[Seen] = []
+        self.summaries: list[int] = []
+        self.unseen: list[str] = []
+        self.meta: dict[str, Any] = {}
+        self.lost = False
+        self.refused: list[int] = []
+
+    def take(self, record: Record) -> None:
+        value = record.value
+        kind = value.get("type") if isinstance(value, dict) else None
+        payload = value.get("payload") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or not isinstance(payload, dict):
+            raise RecordError("", "is no line of a Codex rollout: it has no type and payload")
+        if kind == "session_meta":
+            self._open(value, payload)
+        elif kind == "compacted":
+            self.answered()
+            self._compact(payload)
+        elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
+            self.answered()
+            self._roll_back(payload.get("num_turns"))
+        elif kind == "token_usage_record" or payload.get("type") == "token_count":
+            self.answered()
+        elif kind == "response_item":
+            self._item(record.line, value, payload)
+
+    def _open(self, value: Mapping[str, Any], payload: Mapping[str, Any]) -> None:
+        if self.meta:
+            return  # a fork repeats the lines of the session that it goes on from
+        self.name = str(payload.get("id") or payload.get("session_id") or "codex")
+        given = payload.get("base_instructions")
+        self.system = str(given.get("text") or "") if isinstance(given, dict) else str(given or "")
+        self.forked = str(value.get("timestamp")) if payload.get("forked_from_id") else None
+        self.meta = {
+            "program": f"codex {payload.get('cli_version')}",
+            **({"source": payload["source"]} if isinstance(payload.get("source"), dict) else {}),
+        }
+
+    def _item(self, line: int, value: Mapping[str, Any], item: dict[str, Any]) -> None:
+        kind = item.get("type")
+        if kind in _ENCRYPTED:
+            self.answered()
+            self._lose("payload")
+        written = kind in _WRITTEN or (kind == "message" and item.get("role") == "assistant")
+        chat.from_responses([item], "payload")  # refused here, with its own line, if it is no text
+        if not written:
+            self.answered()
+        elif self.open is None:
+            self.open = len(self.items)
+        if written:
+            self.line, self.time = line, str(value.get("timestamp"))
+            self.summing_up = bool((value.get("metadata") or {}).get("compaction_output"))
+        self.items.append(item)
+
+    def answered(self) -> None:
+        """Ends the answer under way: a call."""
+        if self.open is None:
+            return
+        history, written = self.items[: self.open], self.items[self.open :]
+        self.open = None
+        if self.summing_up:
+            self.summaries.append(self.line)
+            del self.items[-len(written) :]
+            return
+        if self.lost:
+            self.refused.append(self.line)
+            return
+        messages = chat.from_responses(history, "")
+        if self.system:
+            messages.insert(0, chat.message("system", self.system))
+        (answer,) = chat.from_responses(written, "")[:1]
+        hidden = any(item.get("encrypted_content") and not item.get("content") for item in written)
+        if hidden and "reasoning (it is encrypted)" not in self.unseen:
+            self.unseen.append("reasoning (it is encrypted)")
+        self.calls.append(
+            Seen(
+                chat.merged_system(messages),
+                answer,
+                line=self.line,
+                detail=self.detail,
+                trainable=self.forked is None or str(self.time) >= self.forked,
+                time=seconds(self.time),
+            )
+        )
+        self.detail = None
+
+    def _compact(self, payload: Mapping[str, Any]) -> None:
+        replaced = payload.get("replacement_history")
+        if isinstance(replaced, list):
+            self.items, self.lost = [], False
+            for place, item in enumerate(replaced):
+                if isinstance(item, dict) and item.get("type") in _ENCRYPTED:
+                    self._lose(f"payload.replacement_history[{place}]")
+                self.items.append(item)
+        else:
+            # Earlier versions write the summary alone; the history then is what users said, and it.
+            kept = [item for item in self.items if item.get("type") == "message" and item.get("role") != "assistant"]
+            said = {"type": "message", "role": "user", "content": str(payload.get("message") or "")}
+            self.items = [*kept, said]
+            if "history after a compaction" not in self.unseen:
+                self.unseen.append("history after a compaction")
+        self.detail = "compaction"
+
+    def _lose(self, field: str) -> None:
+        self.lost = True
+        raise RecordError(
+            field, "is an encrypted compaction made on the server: what the model saw from here on is not in the log"
+        )
+
+    def _roll_back(self, turns: Any) -> None:
+        users = [at for at, item in enumerate(self.items) if item.get("role") == "user"]
+        count = turns if isinstance(turns, int) and turns > 0 else 1
+        if users:
+            del self.items[users[max(0, len(users) - count)] :]

@@ -1,0 +1,94 @@
+"""HTTP Archive 1.2 (``log.entries``) as browsers and proxies such as mitmproxy write it: the calls of the OpenAI and
+Anthropic APIs in it, streams included. Other entries are none of a model's and are counted as such."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mwjax.rollouts.errors import Refusal
+from mwjax.rollouts.readers.event_text import response_in
+from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
+from mwjax.rollouts.readers.records import json_records
+from mwjax.rollouts.readers.rendered import rendering_for, seconds
+from mwjax.rollouts.readers.requests import Exchange, rollouts_of
+from mwjax.rollouts.readers.sessions import at
+
+NAME = "har"
+DESCRIPTION = "HTTP archives with calls of OpenAI's and Anthropic's APIs (no ids: rendered)"
+
+ENDS = ("/chat/completions", "/responses", "/messages")
+SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-conversation-id", "x-claude-code-session-id")
+
+
+def looks_like(head: Head) -> bool:
+    first = head.records[0] if head.records else None
+    return isinstance(first, dict) and isinstance(at(first, "log.entries"), list)
+
+
+def read(path: str, options: Options) -> Iterator[Item]:
+    name = os.path.basename(path).partition(".")[0]
+    yield from rollouts_of(path, name, _exchanges(path, options), rendering_for(NAME, options), options)
+
+
+def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
+    others: Counter[str] = Counter()
+    for record in json_records(path, options):
+        if isinstance(record, Refusal):
+            yield record
+            continue
+        entries = at(record.value, "log.entries")
+        for place, entry in enumerate(entries if isinstance(entries, list) else ()):
+            # A HAR is one document: its entries are told apart by number, not by line.
+            number = place + 1
+            url = str(at(entry, "request.url") or "").partition("?")[0].rstrip("/")
+            if at(entry, "request.method") != "POST" or not url.endswith(ENDS):
+                others["none"] += 1
+                continue
+            field = f"log.entries[{place}]"
+            status = at(entry, "response.status")
+            if isinstance(status, int) and (status >= 400 or status == 0):
+                yield Remark("empty", path, number, f"the call failed (status {status})")
+                continue
+            request = response_in(str(at(entry, "request.postData.text") or ""))
+            if request is None:
+                yield Refusal(path, number, f"{field}.request.postData", "is no JSON: what the model saw is not here")
+                continue
+            response = response_in(_body(entry))
+            if response is None:
+                reason = "is neither JSON nor a stream of events; save the archive with its contents"
+                yield Refusal(path, number, f"{field}.response.content", reason)
+                continue
+            session = _session(entry, request, options)
+            started = seconds(at(entry, "startedDateTime"))
+            yield Exchange(number, number, request, response, entry, session, started)
+    if others:
+        reason = f"{others['none']} other entries, which are no calls of a model"
+        yield Remark("warning", path, 0, reason)
+
+
+def _body(entry: Mapping[str, Any]) -> str:
+    text = str(at(entry, "response.content.text") or "")
+    if at(entry, "response.content.encoding") != "base64":
+        return text
+    try:
+        return base64.b64decode(text).decode("utf-8", "replace")
+    except ValueError:
+        return ""
+
+
+def _session(entry: Mapping[str, Any], request: Mapping[str, Any], options: Options) -> str | None:
+    if options.session_by is not None:
+        found = at(entry, options.session_by)
+        found = at(request, options.session_by) if found is None else found
+        return None if found is None else str(found)
+    listed = at(entry, "request.headers")
+    headers = {
+        str(each.get("name")).lower(): str(each.get("value"))
+        for each in (listed if isinstance(listed, list) else ())
+        if isinstance(each, dict)
+    }
+    return next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)

@@ -1,0 +1,230 @@
+"""Logs without token ids as rollouts: their calls, in messages, rendered by a model's chat template.
+
+Such a rollout has ``meta.rendered``: its ids are what the model's template and tokenizer make of the messages today,
+not what an engine saw, and it has no log-probs. ``meta.context_incomplete`` lists what of the context the log lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.readers.chat import Message
+from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.junctions import junction_detail
+from mwjax.rollouts.readers.reader import DEFAULT_SAMPLING, Found, Item, Options, Remark
+from mwjax.rollouts.readers.said import answered, asked
+from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Sampling, Turn
+from mwjax.rollouts.rendering import Rendering, RenderingError, load
+
+SYSTEM, TOOLS = "system prompt", "tool list"
+TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a model saw and answered at one call, in the messages of :mod:`chat`.
+
+    ``line``: of the record that holds the answer. ``chain``, ``purpose``, ``cause`` (the place of an earlier call in
+    the same list) and ``detail`` (what was done to the context before this call) are what the log tells itself.
+    ``hidden``: more was sampled than the log shows. ``options``: further variables of the chat template. ``time``:
+    seconds since 1970.
+    """
+
+    messages: Sequence[Message]
+    answer: Message
+    tools: tuple[Mapping[str, Any], ...] = ()
+    line: int = 0
+    chain: str = MAIN_CHAIN
+    purpose: str = "act"
+    cause: int | None = None
+    detail: str | None = None
+    trainable: bool = True
+    hidden: bool = False
+    finish_reason: str | None = None
+    sampling: Sampling = DEFAULT_SAMPLING
+    identity: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    time: float | None = None
+
+
+def rendering_for(name: str, options: Options) -> Rendering:
+    """The rendering that the user asked for. Raises ValueError: none given, or it cannot be loaded."""
+    if options.tokenizer is None:
+        raise ValueError(
+            f"{name} logs hold messages, not token ids: give the model that they are to be rendered for, "
+            "--tokenizer FOLDER (with tokenizer.json and a chat template) or --tokenizer tokenizer.json --template FILE"
+        )
+    return _loaded(options.tokenizer, options.template)
+
+
+@lru_cache(maxsize=2)
+def _loaded(tokenizer: str, template: str | None) -> Rendering:
+    return load(tokenizer, template)
+
+
+def rendered_call(seen: Seen, rendering: Rendering, record: int) -> tuple[Call, str | None]:
+    """The call with token ids, and the rendering's note. Raises RecordError where the template refuses it."""
+    try:
+        turn = rendering.turn(
+            seen.messages,
+            seen.answer,
+            seen.tools,
+            truncated=seen.finish_reason in TRUNCATED,
+            options=seen.options,
+            now=seen.time,
+        )
+    except RenderingError as error:
+        raise RecordError("messages", str(error)) from None
+    call = Call(
+        record=record,
+        line=seen.line,
+        prompt_ids=turn.prompt_ids,
+        completion_ids=turn.completion_ids,
+        sampling=seen.sampling,
+        finish_reason=seen.finish_reason,
+        time=seen.time or 0.0,
+        identity=seen.identity,
+        asked=asked("chat.completions", {"messages": list(seen.messages), "tools": list(seen.tools)}),
+        answer=answered("chat.completions", {"choices": [{"message": seen.answer}]}),
+        trainable=seen.trainable,
+    )
+    return call, turn.note
+
+
+def rollout_items(
+    path: str,
+    name: str,
+    calls: Sequence[Seen],
+    rendering: Rendering,
+    *,
+    missing: Sequence[str] = (),
+    records: int | None = None,
+    group: str | None = None,
+    reward: float | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Iterator[Item]:
+    """The rollout of calls whose chains are known, and the refusals of those that cannot be rendered.
+
+    records: how many records of the file it was made of, without those of refused calls.
+    """
+    turns: list[Turn] = []
+    details: dict[str, str] = {}
+    notes: Counter[str] = Counter()
+    latest: dict[str, Call] = {}
+    place: dict[int, int] = {}
+    refused = 0
+    for number, seen in enumerate(calls):
+        try:
+            call, note = rendered_call(seen, rendering, number + 1)
+        except RecordError as error:
+            refused += 1
+            yield Refusal(path, seen.line, error.field, error.reason)
+            continue
+        notes.update([note] if note else [])
+        turn = place[number] = len(turns)
+        cause = place.get(seen.cause) if seen.cause is not None else None
+        before = latest.get(seen.chain)
+        if before is not None and not continues(before, call):
+            detail = seen.detail or junction_detail(
+                before, call, summarised=cause is not None, decode=_decode(rendering)
+            )
+            if detail is not None:
+                details[str(turn)] = detail
+        latest[seen.chain] = call
+        turns.append(
+            Turn(
+                prompt_ids=call.prompt_ids,
+                completion_ids=call.completion_ids,
+                chain=seen.chain,
+                purpose=seen.purpose,
+                trainable=seen.trainable,
+                finish_reason=seen.finish_reason,
+                sampling=seen.sampling,
+                cause_turn=cause,
+            )
+        )
+    if not turns:
+        return
+    whole = {
+        **(meta or {}),
+        **rendered_meta(rendering, notes, missing),
+        **({"junction_details": details} if details else {}),
+    }
+    used = max(len(turns), (records or len(calls)) - refused)
+    yield Found(Rollout(name, tuple(turns), (), group, reward, whole), calls[0].line, used)
+    yield from rendered_remarks(path, calls[0].line, notes, missing)
+
+
+def with_causes(calls: list[Seen]) -> list[Seen]:
+    """A sub-agent's first call names the call whose tool call handed its task over."""
+    result, opened = list(calls), {MAIN_CHAIN}
+    for at, call in enumerate(calls):
+        if call.chain in opened:
+            continue
+        opened.add(call.chain)
+        task = next((each["content"].strip() for each in call.messages if each["role"] == "user"), "")
+        for before in range(at - 1, -1, -1):
+            made = json.dumps(
+                [each["function"] for each in calls[before].answer.get("tool_calls", ())], ensure_ascii=False
+            )
+            if task and json.dumps(task, ensure_ascii=False)[1:-1] in made:
+                result[at] = dataclasses.replace(call, cause=before)
+                break
+    return result
+
+
+def seconds(timestamp: Any) -> float | None:
+    """Of a time in ISO 8601, since 1970."""
+    try:
+        return datetime.fromisoformat(str(timestamp).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None
+
+
+def continues(before: Call, call: Call) -> bool:
+    """Whether a prompt begins with exactly all ids of an earlier call."""
+    old = len(before.prompt_ids) + len(before.completion_ids)
+    return bool(
+        old <= len(call.prompt_ids)
+        and np.array_equal(call.prompt_ids[: len(before.prompt_ids)], before.prompt_ids)
+        and np.array_equal(call.prompt_ids[len(before.prompt_ids) : old], before.completion_ids)
+    )
+
+
+def rendered_meta(rendering: Rendering, notes: Mapping[str, int], missing: Sequence[str]) -> dict[str, Any]:
+    source = {
+        "tokenizer": os.path.basename(rendering.source.rstrip("/")) or rendering.source,
+        "template_crc32": zlib.crc32(rendering.template.encode()),
+        **({"notes": dict(notes)} if notes else {}),
+    }
+    return {"rendered": source, **({"context_incomplete": list(missing)} if missing else {})}
+
+
+def rendered_remarks(path: str, line: int, notes: Mapping[str, int], missing: Sequence[str]) -> Iterator[Remark]:
+    if missing:
+        reason = f"the log does not hold the {', the '.join(missing)}: context_incomplete, inspect and audit only"
+        yield Remark("warning", path, line, reason)
+    if notes.get("reopened"):
+        yield Remark(
+            "warning",
+            path,
+            line,
+            "the template writes the beginning of an answer otherwise in a prompt than in a history: completions start "
+            "where the two still agree",
+        )
+
+
+def _decode(rendering: Rendering) -> Any:
+    return lambda ids: rendering.decode(ids.tolist())

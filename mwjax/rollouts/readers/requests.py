@@ -1,0 +1,304 @@
+"""Requests and responses of the three APIs without token ids: read as messages, rendered, told apart, made rollouts.
+
+What a server keeps or changes by itself cannot be rendered: ``conversation``, an encrypted compaction, and context
+editing that was applied (``context_management``) refuse the call. ``previous_response_id`` is followed where the log
+holds that response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mwjax.rollouts.engine_ids import Endpoint
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.fields import number as checked_number
+from mwjax.rollouts.readers import chat
+from mwjax.rollouts.readers.chains import conversations, without_copies
+from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
+from mwjax.rollouts.readers.rendered import TRUNCATED, Seen, rendered_call, rendered_meta, rendered_remarks
+from mwjax.rollouts.readers.sessions import at
+from mwjax.rollouts.readers.settings import sampling_settings
+from mwjax.rollouts.record import Rollout
+from mwjax.rollouts.rendering import Rendering
+
+VOLATILE_LINES = 3  # of a system prompt, which may differ from call to call: a date, a billing header
+HIDDEN = "thinking (it is encrypted)"
+
+
+class Exchange(NamedTuple):
+    """One request and its response. ``place``: its number in the log, from 1. ``record``: all that the log says of it,
+    for group and reward. ``session``: None where nothing names one."""
+
+    place: int
+    line: int
+    request: Mapping[str, Any]
+    response: Mapping[str, Any]
+    record: Any
+    session: str | None
+    time: float | None
+
+
+@dataclass
+class _Session:
+    name: str
+    one: bool
+    seen: list[Seen] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    group: str | None = None
+    reward: float | None = None
+    lost: list[int] = field(default_factory=list)
+
+
+def endpoint_of(request: Mapping[str, Any], response: Mapping[str, Any]) -> Endpoint | None:
+    """The API of an exchange, by what it holds; None where it is none of the three."""
+    if response.get("object") == "response" or (
+        "input" in request and "messages" not in request and "model" in request
+    ):
+        return "responses"
+    if not isinstance(request.get("messages"), list):
+        return None
+    return "messages" if response.get("type") == "message" else "chat.completions"
+
+
+def rollouts_of(
+    path: str, name: str, exchanges: Iterator[Exchange | Item], rendering: Rendering, options: Options
+) -> Iterator[Item]:
+    """The rollouts of a log's exchanges. ``name``: of the log, for calls of no session; items are passed on."""
+    sessions: dict[str, _Session] = {}
+    stored: dict[str, list[chat.Message]] = {}
+    for exchange in exchanges:
+        if not isinstance(exchange, Exchange):
+            yield exchange
+            continue
+        key = exchange.session if exchange.session is not None else name
+        session = sessions.setdefault(key, _Session(key, exchange.session is not None))
+        if exchange.response.get("error") and not (exchange.response.keys() & {"choices", "output", "content"}):
+            yield Remark("empty", path, exchange.line, "the call failed (the response reports an error)")
+            continue
+        try:
+            calls = list(_seen(exchange, stored, options))
+            if options.group_by is not None and (group := at(exchange.record, options.group_by)) is not None:
+                session.group = str(group)
+            if options.reward is not None and (reward := at(exchange.record, options.reward)) is not None:
+                session.reward = checked_number(reward, options.reward)
+        except RecordError as error:
+            session.lost.append(exchange.line)
+            yield Refusal(path, exchange.line, error.field, error.reason)
+            continue
+        if not calls:
+            yield Remark("empty", path, exchange.line, "the answer is empty")
+        session.seen += calls
+        session.places += [exchange.place] * len(calls)
+    for session in sessions.values():
+        yield from _rollouts(path, session, rendering, options)
+
+
+def _rollouts(path: str, session: _Session, rendering: Rendering, options: Options) -> Iterator[Item]:
+    seen, changing = steady_system(session.seen, normalise=options.normalise_system)
+    if changing:
+        done = "was given the first call's" if options.normalise_system else "each begins a branch of its own"
+        advice = "" if options.normalise_system else "; --normalise-system gives every call the first one's"
+        reason = f"the system prompt changes from call to call in a line like {changing[0]!r}: {done}{advice}"
+        yield Remark("warning", path, seen[0].line, reason)
+    calls: list[Call] = []
+    notes: dict[int, str] = {}  # by id of the call
+    hidden: set[int] = set()
+    for place, each in zip(session.places, seen):
+        try:
+            call, note = rendered_call(each, rendering, place)
+        except RecordError as error:
+            session.lost.append(each.line)
+            yield Refusal(path, each.line, error.field, error.reason)
+            continue
+        calls.append(call)
+        hidden |= {id(call)} if each.hidden else set()
+        notes |= {id(call): note} if note is not None else {}
+    kept, copies = without_copies(calls)
+    used = {call.record for call in kept}
+    for call in {call.record: call for call in copies if call.record not in used}.values():
+        yield Remark("merged", path, call.line, "a second record of a response that is there already")
+    if not kept:
+        return
+    found = conversations(kept, one=session.one, decode=lambda ids: rendering.decode(ids.tolist()))
+    for number, conversation in enumerate(found, start=1):
+        missing = [HIDDEN] if any(id(call) in hidden for call in conversation.calls) else []
+        noted = Counter(notes[id(call)] for call in conversation.calls if id(call) in notes)
+        truncated = [k for k, turn in enumerate(conversation.turns) if turn.finish_reason in TRUNCATED]
+        meta = {
+            "session": session.name,
+            **rendered_meta(rendering, noted, missing),
+            **(
+                {"junction_details": {str(t): d for t, d in conversation.details.items()}}
+                if conversation.details
+                else {}
+            ),
+            **({"truncated_turns": truncated} if truncated else {}),
+            **({"refused_lines": session.lost} if session.lost else {}),
+            **({"system_normalised": len(changing)} if changing and options.normalise_system else {}),
+        }
+        name = session.name if len(found) == 1 else f"{session.name}/{number}"
+        first = conversation.calls[0].line
+        records = len({call.record for call in conversation.calls})
+        yield Found(Rollout(name, conversation.turns, (), session.group, session.reward, meta), first, records)
+        yield from rendered_remarks(path, first, noted, missing)
+        for turn in truncated:
+            reason = "the completion was truncated at the token limit; kept"
+            yield Remark("warning", path, conversation.calls[turn].line, reason)
+
+
+def steady_system(seen: Sequence[Seen], *, normalise: bool) -> tuple[list[Seen], list[str]]:
+    """The calls, and the lines by which a system prompt differs from that of the first call with the same tools, where
+    those are few. With ``normalise`` these calls get the first one's."""
+    firsts: list[Seen] = []
+    result: list[Seen] = []
+    changing: list[str] = []
+    for call in seen:
+        first = next((each for each in firsts if each.tools == call.tools and _differ(each, call) is not None), None)
+        if first is None:
+            firsts.append(call)
+            result.append(call)
+            continue
+        lines = _differ(first, call) or []
+        changing += lines
+        same = [each for each in first.messages if each["role"] == "system"]
+        rest = [each for each in call.messages if each["role"] != "system"]
+        result.append(dataclasses.replace(call, messages=(*same, *rest)) if lines and normalise else call)
+    return result, changing
+
+
+def _differ(first: Seen, call: Seen) -> list[str] | None:
+    """The lines that only the call's system prompt has; None where the two are not one prompt."""
+    old, new = (
+        "\n".join(each["content"] for each in one.messages if each["role"] == "system").split("\n")
+        for one in (first, call)
+    )
+    if old == new:
+        return []
+    pairs = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changed = [pair for pair in pairs if pair[0] != "equal"]
+    sizes = [max(hi - lo, end - start) for _, lo, hi, start, end in changed]
+    if sum(sizes) > VOLATILE_LINES or 2 * sum(sizes) > max(len(old), len(new)):
+        return None
+    return [line for _, _, _, start, end in changed for line in new[start:end]] or [""]
+
+
+def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Options) -> Iterator[Seen]:
+    """The call of an exchange, one for each choice. Raises RecordError."""
+    request, response = exchange.request, exchange.response
+    endpoint = endpoint_of(request, response)
+    if endpoint is None:
+        raise RecordError("request", "has neither messages nor input: it is no call of the three APIs")
+    messages = _asked(endpoint, request, stored)
+    applied = at(response, "context_management.applied_edits")
+    if applied:
+        kinds = ", ".join(sorted({str(each.get("type")) for each in applied if isinstance(each, dict)}))
+        raise RecordError(
+            "response.context_management.applied_edits",
+            f"the server edited the context of this call ({kinds}): what the model saw is not what was sent",
+        )
+    for index, answer, reason in _answers(endpoint, response):
+        if isinstance(response.get("id"), str) and endpoint == "responses":
+            stored[response["id"]] = [*messages, answer]
+        variables = request.get("chat_template_kwargs")
+        yield Seen(
+            tuple(messages),
+            answer,
+            chat.function_tools(request.get("tools")),
+            line=exchange.line,
+            finish_reason=reason,
+            sampling=sampling_settings(request, "none", options),
+            identity=None if response.get("id") is None else (response["id"], index),
+            options=variables if isinstance(variables, dict) else {},
+            hidden=_hides(response),
+            time=exchange.time,
+        )
+
+
+def _asked(
+    endpoint: Endpoint, request: Mapping[str, Any], stored: Mapping[str, list[chat.Message]]
+) -> list[chat.Message]:
+    if request.get("conversation"):
+        raise RecordError("request.conversation", "the conversation is kept on the server and is not in the log")
+    if endpoint == "responses":
+        messages = chat.from_responses(request.get("input"), "request.input")
+        before = request.get("previous_response_id")
+        if before:
+            if before not in stored:
+                raise RecordError(
+                    "request.previous_response_id",
+                    f"{before!r} is not in the log: what the model saw before this input is kept on the server",
+                )
+            messages = [each for each in stored[before] if each["role"] not in ("system", "developer")] + messages
+        if request.get("instructions"):
+            messages.insert(0, chat.message("system", chat.text_of(request["instructions"], "request.instructions")))
+        return chat.merged_system(messages)
+    found: list[chat.Message] = []
+    for place, each in enumerate(request.get("messages") or ()):
+        field = f"request.messages[{place}]"
+        found += [chat.from_openai(each, field)] if endpoint == "chat.completions" else chat.from_anthropic(each, field)
+    if endpoint == "messages" and request.get("system"):
+        found.insert(0, chat.message("system", chat.text_of(request["system"], "request.system")))
+    if not found:
+        raise RecordError("request.messages", "is empty")
+    return found
+
+
+def _answers(endpoint: Endpoint, response: Mapping[str, Any]) -> Iterator[tuple[int, chat.Message, str | None]]:
+    """(index, message, finish reason) of every choice that says anything. Raises RecordError."""
+    if endpoint == "chat.completions":
+        choices = response.get("choices")
+        for place, choice in enumerate(choices if isinstance(choices, list) else ()):
+            field = f"response.choices[{place}]"
+            if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
+                raise RecordError(f"{field}.message", "missing: there is no answer")
+            answer = chat.from_openai({"role": "assistant", **choice["message"]}, f"{field}.message")
+            if _says(answer):
+                index = choice.get("index")
+                yield index if isinstance(index, int) else place, answer, _text(choice.get("finish_reason"))
+        return
+    if endpoint == "messages":
+        content = {"role": "assistant", "content": response.get("content")}
+        answer = chat.from_anthropic(content, "response")[-1]
+        reason = _text(response.get("stop_reason"))
+    else:
+        found = [each for each in chat.from_responses(response.get("output"), "response.output") if _says(each)]
+        if not found:
+            return
+        answer = found[-1] if len(found) == 1 else _joined(found)
+        reason = _text(at(response, "incomplete_details.reason")) or _text(response.get("status"))
+    if _says(answer):
+        yield 0, answer, reason
+
+
+def _joined(found: Sequence[chat.Message]) -> chat.Message:
+    """Several messages that one response holds, as the one turn that they are."""
+    calls = [made for each in found for made in each.get("tool_calls", ())]
+    thoughts = "\n".join(each["reasoning_content"] for each in found if each.get("reasoning_content"))
+    return chat.message("assistant", "".join(each["content"] for each in found), reasoning=thoughts, calls=calls)
+
+
+def _says(answer: chat.Message) -> bool:
+    return bool(answer["content"] or answer.get("tool_calls") or answer.get("reasoning_content"))
+
+
+def _hides(response: Mapping[str, Any]) -> bool:
+    """Whether the model thought something that the response does not show."""
+    for place in ("content", "output"):
+        blocks = response.get(place)
+        for block in blocks if isinstance(blocks, list) else ():
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind == "redacted_thinking" or (kind == "thinking" and not block.get("thinking")):
+                return True
+            if kind == "reasoning" and block.get("encrypted_content") and not block.get("content"):
+                return True
+    return False
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
