@@ -211,8 +211,8 @@ def test_old_log_probs_are_taken_under_the_generation_prefix(rollouts_file: str)
         for method in ("naive_compressed", "naive_full", "union", "logittree"):
             index = data.scan([rollouts_file], data.Layout(method, RowShape(128, 96), rows_per_microbatch=2))
             batches = data.StepSource(index)[0].microbatches
-            shape = exact.row_shape(index, 128)
-            exact.fill_old_logprobs(batches, index, shape, 2, lambda rows: np.asarray(scores(params, rows, config)))
+            source = exact.plan(index, 128)
+            exact.fill_old_logprobs(batches, source, lambda r: (r.edges, np.asarray(scores(params, r, config))))
             checked = 0
             for batch in batches:
                 edges = batch.rows.edges

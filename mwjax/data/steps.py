@@ -91,9 +91,10 @@ class StepSource:
         while place >= len(self._plan(epoch)):
             place -= len(self._plan(epoch))
             epoch += 1
-        return self._batches(step, epoch, self._plan(epoch)[place])
+        return self.batches(self._plan(epoch)[place], step, epoch)
 
-    def _batches(self, step: int, epoch: int, units: np.ndarray) -> StepBatches:
+    def batches(self, units: np.ndarray, step: int = 0, epoch: int = 0) -> StepBatches:
+        """Some units of the index as one step, which is called ``step`` and ``epoch``."""
         index, layout = self.index, self.index.layout
         owner = np.concatenate([np.full(len(index.needs[unit]), unit) for unit in units])
         needs = np.concatenate([index.needs[unit] for unit in units])

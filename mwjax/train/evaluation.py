@@ -19,13 +19,11 @@ from mwjax import data
 from mwjax.losses.masking import active, only
 from mwjax.train import distributed, metrics_log
 from mwjax.train.config import EvaluationConfig, RunConfig
-from mwjax.train.exact import ROUND_TO
+from mwjax.train.exact import ROUND_TO, UNBOUNDED
 from mwjax.train.mesh import WHOLE, Share, leads, place_rows, replicated
 from mwjax.train.step import Params, StepConfig, logprobs, on_mesh
 from mwjax.tree import Rows, RowShape
 
-# Longer than anything, and not allocated: to measure contexts before their row is chosen.
-UNBOUNDED = RowShape(1 << 40, 1 << 40)
 COMPILED = "evaluate_batch"
 
 Scan = Callable[[Iterable[int], int], Iterable[int]]

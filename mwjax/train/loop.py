@@ -35,14 +35,14 @@ from mwjax.train import (
 )
 from mwjax.train.checkpoint import Checkpoints
 from mwjax.train.config import RunConfig
-from mwjax.train.mesh import WHOLE, AnyProcess, leads, make_mesh, on_every_process, place_rows, share
+from mwjax.train.mesh import AnyProcess, leads, make_mesh, on_every_process, place_rows, share
 from mwjax.train.optimizer import learning_rate, optimizer
 from mwjax.train.progress import Reporter, measuring
 from mwjax.train.recompiles import CompileCounter
 from mwjax.train.step import COMPILED, Step, build, parameter_shardings
 from mwjax.train.stop import StopOnSignal
 from mwjax.train.update import Comparison, Outcome, update
-from mwjax.tree import EXACT_METHODS, Batch, Rows, collate
+from mwjax.tree import EXACT_METHODS, Batch, Edges, Rows, collate
 
 SHOWN = 20  # refusals shown in full
 # Differences to what the engine recorded: they mean something only for the weights that sampled.
@@ -261,13 +261,14 @@ def _comparison(config: RunConfig, made: _Prepared, initial: Any, step: Step) ->
     reference = setup.loss_config(config.loss).policy_gradient.kl_coefficient != 0
     if own_rows or old == "recorded":
         return Comparison(initial, reference, own_rows)
-    shape = exact.row_shape(made.index, layout.shape.length)
+    source = exact.plan(made.index, layout.shape.length, share(made.mesh))
 
-    def score(rows: Rows) -> np.ndarray:
-        return on_every_process(step.score_exact(initial, place_rows(rows, made.mesh, WHOLE)), made.mesh)
+    def score(rows: Rows) -> tuple[Edges, np.ndarray]:
+        placed = place_rows(rows, made.mesh)
+        return on_every_process((placed.edges, step.score_exact(initial, placed)), made.mesh)
 
     def fill(microbatches: Sequence[Batch], numbers: Sequence[int] | None) -> None:
-        exact.fill_old_logprobs(microbatches, made.index, shape, layout.rows_per_microbatch, score, numbers)
+        exact.fill_old_logprobs(microbatches, source, score, numbers)
 
     return Comparison(initial, reference, own_rows, fill)
 
