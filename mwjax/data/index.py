@@ -19,6 +19,7 @@ class Layout:
     """How rollouts become rows. merge: join equal edges (SFT). group_tries: one trie for a group's rollouts (packed).
 
     rollouts_per_step: whole rollouts of one optimiser step; rows_per_microbatch: rows of one pass over all processes.
+    ratios: the loss is a policy gradient, which needs the ids that were really sampled.
     """
 
     method: str
@@ -27,6 +28,7 @@ class Layout:
     rows_per_microbatch: int = 1
     group_tries: bool = True
     merge: bool = False
+    ratios: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,9 @@ def scan(
 ) -> Index:
     """Read every rollout once, build its tree and measure its fragments; of packed sets, only the first time.
 
-    A rollout that cannot be read, whose edits contradict its turns, or that does not fit a row is refused and listed;
-    the others are kept. ``progress`` wraps an iterable of known length to show how far the scan is.
+    A rollout that cannot be read, whose edits contradict its turns, that does not fit a row, or that is not what a
+    model saw and sampled (see ``_barred``) is refused and listed; the others are kept. ``progress`` wraps an iterable
+    of known length to show how far the scan is.
 
     Raises:
         ValueError: no usable rollout.
@@ -41,7 +42,11 @@ def scan(
         file, place = places[number]
         source = sources[file]
         try:
-            rollout = _measure(source[place], places[number], layout)
+            record = source[place]
+            if (barred := _barred(record, layout)) is not None:
+                left_out.append((file, place, *barred))
+                continue
+            rollout = _measure(record, places[number], layout)
         except (TreeError, RowTooShort) as error:
             field = error.field if isinstance(error, TreeError) else "turns"
             left_out.append((file, place, field, str(error)))
@@ -73,6 +78,26 @@ class _Measured:
     content: int
     view_tokens: int
     trie_tokens: int
+
+
+def _barred(rollout: Rollout, layout: Layout) -> tuple[str, str] | None:
+    """Field and reason where a rollout may be looked at, but not trained on: its contexts or ids are not the real ones
+    (see :mod:`mwjax.rollouts.readers.rendered`)."""
+    missing = rollout.meta.get("context_incomplete")
+    if missing:
+        parts = ", the ".join(map(str, missing)) if isinstance(missing, list) else str(missing)
+        return (
+            "meta.context_incomplete",
+            f"the log it was imported from does not hold the {parts}: what the model really saw is not known, so it "
+            "can be inspected and audited, not trained on; record calls with mwjax record",
+        )
+    if layout.ratios and rollout.meta.get("rendered"):
+        return (
+            "meta.rendered",
+            "its token ids were rendered from messages, not sampled, and have no log-probs: a policy gradient needs "
+            "the sampled ones; take loss.task=sft, or record calls with mwjax record",
+        )
+    return None
 
 
 def _measure(rollout: Rollout, line: tuple[int, int], layout: Layout) -> _Measured:

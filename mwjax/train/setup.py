@@ -188,6 +188,7 @@ def layout(config: RunConfig) -> data.Layout:
         group_tries=settings.group_tries,
         # Equal edges can be joined where nothing tells them apart: no ratio, no advantage, no weight of the rollout.
         merge=config.loss.task == "sft" and aggregation(config.loss) in ("token_mean_global", "constant"),
+        ratios=config.loss.task != "sft",
     )
 
 
