@@ -268,6 +268,8 @@ def _conversation(
     chain_of = {index: chain for chain in chains for index in chain.calls}
     causes = {index: cause for chain in chains for index, cause in chain.causes.items()}
     carried = set(causes.values())
+    summaries = {cause for index, cause in causes.items() if index in chain_of[index].segment_starts[1:]}
+    attempts = {(chain_of[k].name, calls[k].prompt_ids.tobytes()) for k in summaries if k in chain_of}
     turns: list[Turn] = []
     details: dict[int, str] = {}
     for turn, index in enumerate(order):
@@ -278,13 +280,11 @@ def _conversation(
             detail = junction_detail(calls[chain.calls[at - 1]], call, summarised=cause is not None, decode=decode)
             if detail is not None:
                 details[turn] = detail
-        summarises = chain.purpose == "act" and any(
-            causes.get(later) == index and later in chain.calls for later in chain.segment_starts
-        )
+        summarises = index in summaries and chain.purpose == "act"
         # An attempt that was made again, and of which nothing came, is context only.
-        rejected = (
-            chain.purpose == "summary" and index not in carried and any(k > index for k in carried & {*chain.calls})
-        )
+        again = chain.purpose == "summary" and any(later > index and later in carried for later in chain.calls)
+        attempt = (chain.name, call.prompt_ids.tobytes()) in attempts
+        rejected = index not in carried and (again or attempt)
         turns.append(
             Turn(
                 prompt_ids=call.prompt_ids,

@@ -6,12 +6,44 @@ from types import ModuleType
 from typing import cast
 
 from mwjax.rollouts.errors import RolloutFileError
-from mwjax.rollouts.readers import calls_log, engine_log
+from mwjax.rollouts.readers import (
+    areal,
+    atif,
+    calls_log,
+    chat_log,
+    claude_code,
+    codex,
+    engine_log,
+    har,
+    opencode,
+    qwen_code,
+    slime,
+    trl,
+    verifiers,
+    verifiers_steps,
+    verl,
+)
 from mwjax.rollouts.readers.reader import Reader
 from mwjax.rollouts.readers.records import head
 
 # One module per format. A file is claimed by at most one of them.
-_MODULES: tuple[ModuleType, ...] = (calls_log, engine_log)
+_MODULES: tuple[ModuleType, ...] = (
+    calls_log,
+    engine_log,
+    verifiers,
+    verifiers_steps,
+    areal,
+    slime,
+    trl,
+    verl,
+    chat_log,
+    har,
+    atif,
+    claude_code,
+    opencode,
+    codex,
+    qwen_code,
+)
 READERS: dict[str, Reader] = {module.NAME: cast(Reader, module) for module in _MODULES}
 
 

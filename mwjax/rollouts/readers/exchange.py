@@ -12,7 +12,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Options
 from mwjax.rollouts.readers.said import answered, asked, choices
 from mwjax.rollouts.readers.sessions import at, check_usage
-from mwjax.rollouts.readers.settings import sampling_settings
+from mwjax.rollouts.readers.settings import engine_logprobs, sampling_settings
 
 
 class Completion(NamedTuple):
@@ -50,7 +50,7 @@ def calls_of(
     Raises RecordError, also where the numbers of ids are not those that ``usage`` says.
     """
     prompt = token_ids(prompt, prompt_field, options.vocab_size)
-    sampling = sampling_settings(request if settings is None else settings, engine, options)
+    sampling = sampling_settings(request if settings is None else settings, options, logprobs=engine_logprobs(engine))
     said = asked(endpoint, request)
     calls = []
     for each in completions:

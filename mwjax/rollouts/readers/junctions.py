@@ -51,8 +51,9 @@ def _alike(old: Sequence[Said], new: Sequence[Said]) -> bool:
 
 
 def _edited(old: Sequence[Said], new: Sequence[Said]) -> str | None:
-    if len(new) >= len(old) and all(_same_or_pruned(left, right) for left, right in zip(old, new)):
-        return "pruned_tool_result"
+    pairs = list(zip(old, new))
+    if len(new) >= len(old) and all(left.same(right) or _pruned(left, right) for left, right in pairs):
+        return "pruned_tool_result" if any(not left.same(right) for left, right in pairs) else None
     kept = [each for each in new if any(each.same(other) for other in old)]
     fresh = [each for each in new[: len(old) + 1] if not any(each.same(other) for other in old)]
     if len(kept) >= len(old) and fresh and fresh[0].role == "user":
@@ -60,8 +61,8 @@ def _edited(old: Sequence[Said], new: Sequence[Said]) -> str | None:
     return None
 
 
-def _same_or_pruned(old: Said, new: Said) -> bool:
-    return old.same(new) or (old.role == new.role == "tool" and old.answers == new.answers)
+def _pruned(old: Said, new: Said) -> bool:
+    return old.role == new.role == "tool" and old.answers == new.answers
 
 
 def _common_prefix(old: np.ndarray, new: np.ndarray) -> int:

@@ -194,7 +194,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
     endpoint = endpoint_of(request, response)
     if endpoint is None:
         raise RecordError("request", "has neither messages nor input: it is no call of the three APIs")
-    messages = _asked(endpoint, request, stored)
+    messages = asked_messages(endpoint, request, stored)
     applied = at(response, "context_management.applied_edits")
     if applied:
         kinds = ", ".join(sorted({str(each.get("type")) for each in applied if isinstance(each, dict)}))
@@ -202,7 +202,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             "response.context_management.applied_edits",
             f"the server edited the context of this call ({kinds}): what the model saw is not what was sent",
         )
-    for index, answer, reason in _answers(endpoint, response):
+    for index, answer, reason in answers(endpoint, response):
         if isinstance(response.get("id"), str) and endpoint == "responses":
             stored[response["id"]] = [*messages, answer]
         variables = request.get("chat_template_kwargs")
@@ -212,7 +212,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             chat.function_tools(request.get("tools")),
             line=exchange.line,
             finish_reason=reason,
-            sampling=sampling_settings(request, "none", options),
+            sampling=sampling_settings(request, options, logprobs="raw"),
             identity=None if response.get("id") is None else (response["id"], index),
             options=variables if isinstance(variables, dict) else {},
             hidden=_hides(response),
@@ -220,7 +220,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
         )
 
 
-def _asked(
+def asked_messages(
     endpoint: Endpoint, request: Mapping[str, Any], stored: Mapping[str, list[chat.Message]]
 ) -> list[chat.Message]:
     if request.get("conversation"):
@@ -249,7 +249,7 @@ def _asked(
     return found
 
 
-def _answers(endpoint: Endpoint, response: Mapping[str, Any]) -> Iterator[tuple[int, chat.Message, str | None]]:
+def answers(endpoint: Endpoint, response: Mapping[str, Any]) -> Iterator[tuple[int, chat.Message, str | None]]:
     """(index, message, finish reason) of every choice that says anything. Raises RecordError."""
     if endpoint == "chat.completions":
         choices = response.get("choices")

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mwjax.rollouts.readers.reader import Options
 from mwjax.rollouts.record import Sampling
 from mwjax.rollouts.validate import parse_sampling
 
 
-def sampling_settings(request: Mapping[str, Any], engine: str, options: Options, field: str = "request") -> Sampling:
+def engine_logprobs(engine: str) -> Literal["raw", "processed"]:
+    """Of which distribution an engine's log-probs are by default: SGLang's are of the logits divided by the temperature
+    (python/sglang/srt/layers/sampler.py); vLLM's are raw (``logprobs_mode`` is "raw_logprobs"), as others' are taken
+    to be.
+    """
+    return "processed" if engine == "sglang" else "raw"
+
+
+def sampling_settings(
+    request: Mapping[str, Any],
+    options: Options,
+    *,
+    logprobs: Literal["raw", "processed"],
+    field: str = "request",
+) -> Sampling:
     """The settings of a request, or of an engine's ``sampling_params``. Raises RecordError.
 
-    Log-probs by default: vLLM's are ``raw`` (its ``logprobs_mode`` is "raw_logprobs"), SGLang's are of the logits
-    divided by the temperature (python/sglang/srt/layers/sampler.py), so ``processed``; of any other engine ``raw`` is
-    assumed. At temperature 0 nothing is divided.
+    logprobs: of which distribution such a log's are, unless the user says otherwise. At temperature 0 nothing is
+    divided by it, so they are raw.
     """
     values: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k"):
@@ -25,7 +38,7 @@ def sampling_settings(request: Mapping[str, Any], engine: str, options: Options,
         values["top_k"] = 0
     kind = options.logprobs
     if kind == "auto":
-        kind = "processed" if engine == "sglang" and values["temperature"] != 0 else "raw"
+        kind = logprobs if values["temperature"] != 0 else "raw"
     return parse_sampling({**values, "logprobs": kind}, field)
 
 
@@ -41,6 +54,6 @@ def ratio_warning(sampling: Sampling) -> str | None:
     if sampling.logprobs == "raw" and sampling.temperature != 1:
         return (
             f"sampled at temperature {sampling.temperature:g}, log-probs of temperature 1: ratios are of another "
-            "distribution than the one sampled from"
+            "distribution than the one sampled from (where the engine gave processed ones: --logprobs processed)"
         )
     return None

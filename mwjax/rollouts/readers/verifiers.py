@@ -1,0 +1,195 @@
+"""``traces.jsonl`` of verifiers and prime-rl: a rollout as a graph of messages, each with the ids it adds.
+
+As verifiers 0.4.0 writes it (verifiers/v1/graph.py, trace.py, episode.py, utils/trace_store.py). A record is an episode
+with ``traces``, or one trace. Of a trace are used: ``nodes`` (``parent``, ``message``, ``sampled``, ``token_ids``,
+``mask``, ``logprobs`` of the sampled ids, ``semantic_parents``, the roots' ``tools``), ``calls`` (``node``,
+``sampling``, ``finish_reason``, ``usage``), ``rewards`` (the sum of score x weight) and ``agent.trainable``; of an
+episode ``group`` and ``run.work.policy``. The path from a root to a sampled node, up to its sampled ids, is the prompt
+of its call.
+
+Log-probs are written with four decimals. Which distribution they are of is not written down. A ``compaction_attempt``
+that no ``compaction`` followed is context only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mwjax.rollouts.errors import RecordError, Refusal
+from mwjax.rollouts.fields import described, log_probabilities, number, token_ids
+from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Remark
+from mwjax.rollouts.readers.records import Record, json_records
+from mwjax.rollouts.readers.said import Asked, answered, asked
+from mwjax.rollouts.readers.sessions import Session, at, check_usage, rollouts_of
+from mwjax.rollouts.readers.settings import sampling_settings
+
+NAME = "verifiers"
+DESCRIPTION = "traces.jsonl of verifiers 0.2 and newer and of prime-rl: message graphs with token ids"
+ROUNDED = "log-probs are rounded to four decimals, as verifiers writes them: a ratio is off by up to 0.005 %"
+
+
+def looks_like(head: Head) -> bool:
+    return any(_is_trace(trace) for record in head.records for trace in _traces(record))
+
+
+def read(path: str, options: Options) -> Iterator[Item]:
+    """A record here is a trace: an episode of several agents holds several."""
+    for record in json_records(path, options):
+        if isinstance(record, Refusal):
+            yield record
+            continue
+        traces = _traces(record.value)
+        if not traces and isinstance(record.value, dict) and record.value.get("errors"):
+            yield Remark("empty", path, record.line, "the episode failed before its first call")
+        elif not traces:
+            yield record.refusal(path, "traces", "there are none; a line is an episode with traces, or one trace")
+        for place, trace in enumerate(traces):
+            where = "" if trace is record.value else f"traces[{place}]"
+            try:
+                session = _session(record, trace, options)
+            except RecordError as error:
+                field = f"{where}.{error.field}" if where and error.field else where + error.field
+                yield record.refusal(path, field, error.reason)
+                continue
+            if not session.calls:
+                yield Remark("empty", path, record.line, "the trace has no sampled message")
+            for item in rollouts_of(path, {session.name: session}, options):
+                if isinstance(item, Found):
+                    yield Found(item.rollout, record.line, 1)
+                    if any(turn.logprobs is not None for turn in item.rollout.turns):
+                        yield Remark("warning", path, record.line, ROUNDED)
+                else:
+                    yield item
+
+
+def _traces(value: Any) -> list[Any]:
+    if isinstance(value, dict) and isinstance(value.get("traces"), list):
+        return value["traces"]
+    return [value] if _is_trace(value) else []
+
+
+def _is_trace(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("nodes"), list) and ("task" in value or "calls" in value)
+
+
+def _session(record: Record, trace: Any, options: Options) -> Session:
+    """A trace as a session of calls. Raises RecordError."""
+    if not _is_trace(trace):
+        raise RecordError("nodes", "missing: this is no trace")
+    nodes = trace["nodes"]
+    name = trace.get("id") or f"line {record.line}"
+    session = Session(str(name), one=True)
+    session.group = _group(record.value, trace)
+    session.reward = _reward(trace)
+    session.note(record, options)
+    calls = {call["node"]: call for call in trace.get("calls") or () if isinstance(call, dict) and "node" in call}
+    accepted = {link.get("node") for node in nodes for link in _links(node) if link.get("type") == "compaction"}
+    ids = [_checked(node, f"nodes[{k}]", options) for k, node in enumerate(nodes)]
+    policy = at(record.value, "run.work.policy") or {}
+    version = policy.get("end") if policy.get("start") == policy.get("end") else None
+    for k, node in enumerate(nodes):
+        if not node.get("sampled"):
+            continue
+        route = _route(nodes, k)
+        before = [ids[n] for n in route[:-1]]
+        own, mask = ids[k], np.asarray(node.get("mask") or [], bool)
+        sampled = own[mask]
+        if not sampled.size:
+            raise RecordError(f"nodes[{k}].mask", "has no sampled id: this message was not recorded with token ids")
+        first = int(mask.argmax())
+        if not mask[first : first + sampled.size].all():
+            raise RecordError(f"nodes[{k}].mask", "the sampled ids of one message must be in one piece")
+        logprobs = node.get("logprobs") or None
+        call = calls.get(k, {})
+        usage = call.get("usage")
+        prompt = np.concatenate([*before, own[:first]])
+        if isinstance(usage, dict):
+            usage = {**usage, "prompt_tokens": usage.get("prompt_tokens", 0) + (usage.get("cached_input_tokens") or 0)}
+            try:
+                check_usage(usage, len(prompt), len(sampled))
+            except RecordError as error:
+                raise RecordError(f"calls of node {k}: {error.field}", error.reason) from None
+        attempt = any(link.get("type") == "compaction_attempt" for link in _links(node))
+        session.calls.append(
+            Call(
+                record=k + 1,
+                line=record.line,
+                prompt_ids=prompt,
+                completion_ids=sampled,
+                logprobs=None
+                if logprobs is None
+                else log_probabilities(logprobs, f"nodes[{k}].logprobs", len(sampled)),
+                sampling=sampling_settings(
+                    call.get("sampling") or {}, options, logprobs="raw", field=f"calls of node {k}: sampling"
+                ),
+                finish_reason=call.get("finish_reason"),
+                policy_version=version,
+                asked=_asked([nodes[n] for n in route[:-1]]),
+                answer=answered("chat.completions", {"choices": [{"message": _openai(node.get("message"))}]}),
+                trainable=bool(at(trace, "agent.trainable") is not False) and (not attempt or k in accepted),
+            )
+        )
+    return session
+
+
+def _checked(node: Any, field: str, options: Options) -> np.ndarray:
+    """The ids that a node adds."""
+    if not isinstance(node, dict):
+        raise RecordError(field, f"is {described(node)}, must be an object")
+    ids = token_ids(node.get("token_ids") or [], f"{field}.token_ids", options.vocab_size)
+    if node.get("sampled") and len(node.get("mask") or []) != len(ids):
+        raise RecordError(f"{field}.mask", f"has {len(node.get('mask') or [])} entries for {len(ids)} token ids")
+    return ids
+
+
+def _route(nodes: list[dict[str, Any]], k: int) -> list[int]:
+    """From the root to node ``k``."""
+    route = [k]
+    while (parent := nodes[route[-1]].get("parent")) is not None:
+        if type(parent) is not int or not 0 <= parent < route[-1]:
+            raise RecordError(f"nodes[{route[-1]}].parent", f"is {described(parent)}, must be an earlier node")
+        route.append(parent)
+    return route[::-1]
+
+
+def _links(node: Any) -> list[dict[str, Any]]:
+    links = node.get("semantic_parents") if isinstance(node, dict) else None
+    return [link for link in links or () if isinstance(link, dict)]
+
+
+def _asked(route: list[dict[str, Any]]) -> Asked | None:
+    found = asked("chat.completions", {"messages": [_openai(node.get("message")) for node in route]})
+    tools = tuple(sorted(str(tool.get("name")) for tool in route[0].get("tools") or ())) if route else ()
+    return None if found is None else found._replace(tools=tools)
+
+
+def _openai(message: Any) -> Any:
+    """verifiers has a tool call's name and arguments beside its id."""
+    if not isinstance(message, dict) or not message.get("tool_calls"):
+        return message
+    calls = [
+        {"id": call.get("id"), "type": "function", "function": {k: call.get(k) for k in ("name", "arguments")}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _reward(trace: Mapping[str, Any]) -> float | None:
+    rewards = trace.get("rewards") or {}
+    given = {name: reward for name, reward in rewards.items() if isinstance(reward, dict)}
+    if not given:
+        return None
+    total = 0.0
+    for name, reward in given.items():
+        weight = number(reward.get("weight", 1.0), f"rewards.{name}.weight")
+        total += weight * number(reward.get("score"), f"rewards.{name}.score")
+    return total
+
+
+def _group(episode: Mapping[str, Any], trace: Mapping[str, Any]) -> str | None:
+    found = at(episode, "group.id") or at(trace, "task.key") or at(trace, "task.hash") or at(trace, "task.data.id")
+    return None if found is None else str(found)
