@@ -27,7 +27,9 @@ DESCRIPTION = "requests and responses of OpenAI's and Anthropic's APIs (no ids: 
 def looks_like(head: Head) -> bool:
     if any(engine_log.has_ids(each) for each in head.records):
         return False
-    found = [_pair(each) for each in head.records if isinstance(each, dict) and each.get("format") != calls_log.FORMAT]
+    found = [
+        exchange_in(each) for each in head.records if isinstance(each, dict) and each.get("format") != calls_log.FORMAT
+    ]
     return any(request and response and endpoint_of(request, response) is not None for request, response in found)
 
 
@@ -44,7 +46,7 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
         if not isinstance(record.value, dict):
             yield record.refusal(path, "", f"is {described(record.value)}, must be a request with its response")
             continue
-        request, response = _pair(record.value)
+        request, response = exchange_in(record.value)
         if not request:
             yield record.refusal(path, "request", "missing: what the model saw is not in this record")
             continue
@@ -53,7 +55,8 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
         )
 
 
-def _pair(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def exchange_in(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Request and response of a record; empty where it has none."""
     request: Mapping[str, Any] = next(
         (record[key] for key in engine_log.REQUEST if isinstance(record.get(key), dict)), {}
     )
