@@ -7,6 +7,7 @@ message and status 2; any other exception is a defect of mwjax, shown with its t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -485,6 +486,8 @@ Examples:
   mwjax import calls.jsonl --rewards rewards.jsonl               one {"id": ..., "reward": ..., "group": ...} a line
   mwjax import calls.jsonl --session-by request.metadata.task    calls of one rollout have this in common
   mwjax import log.jsonl --format vllm --logprobs processed
+  mwjax import session.jsonl --tokenizer Qwen/Qwen3-0.6B         messages only: rendered for that model
+  mwjax import calls.jsonl --tokenizer MODEL --check-rendering   are rendered messages the ids that were recorded?
   mwjax import --formats                                         the formats, one a line
 Then:
   mwjax inspect rollouts.jsonl; mwjax audit rollouts.jsonl; mwjax train configs/sft.yaml data.paths=rollouts.jsonl
@@ -534,7 +537,8 @@ def import_(
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FROM", help="Model folder or tokenizer.json; formats without ids need it.")
+        str | None,
+        typer.Option(metavar="FROM", help="Model folder, hub id or tokenizer.json; formats without ids need it."),
     ] = None,
     template: Annotated[
         str | None, typer.Option(metavar="FILE", help="Chat template, where the tokenizer's folder has none.")
@@ -544,6 +548,13 @@ def import_(
         typer.Option(
             "--normalise-system",
             help="Give all calls of a conversation the first one's system prompt where a few lines differ (a date).",
+        ),
+    ] = False,
+    check_rendering: Annotated[
+        bool,
+        typer.Option(
+            "--check-rendering",
+            help="Of logs with messages and ids: does rendering the messages with --tokenizer give the recorded ids?",
         ),
     ] = False,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Refuse ids at or beyond it.")] = None,
@@ -558,10 +569,17 @@ def import_(
         raise typer.Exit(DONE)
     if not files:
         raise typer.BadParameter("give the logs to import, as in: mwjax import calls.jsonl", param_hint="FILE...")
+    if check_rendering and tokenizer is None:
+        raise typer.BadParameter("needs --tokenizer, the model's", param_hint="--check-rendering")
 
     from mwjax.audit.progress import watching
 
-    with watching(files, doing="importing") as (progress, _):
+    with contextlib.ExitStack() as stack:
+        if tokenizer is not None and not os.path.exists(os.path.expanduser(tokenizer)):
+            from mwjax.model.hub import local_folder
+
+            tokenizer = os.fspath(stack.enter_context(local_folder(_model_folder(tokenizer), weights=False)))
+        progress, _ = stack.enter_context(watching(files, doing="importing"))
         options = readers.Options(
             group_by=group_by,
             reward=reward,
@@ -574,9 +592,13 @@ def import_(
             vocab_size=vocab_size,
             progress=progress,
         )
+        rendering = readers.rendering_for("these", options) if check_rendering else None
         made = readers.import_files(files, out, format=form, options=options, rewards=rewards, overwrite=overwrite)
     typer.echo(made.account(), err=True)
     typer.echo(made.summary())
+    if rendering is not None:
+        for file in files:
+            typer.echo(f"{file}: {readers.check_rendering(file, rendering).report()}")
     raise typer.Exit(UNUSABLE if not made.rollouts else SOME_REFUSED if made.refused else DONE)
 
 

@@ -3,9 +3,12 @@
 from mwjax.rollouts.readers.detect import READERS, detect
 from mwjax.rollouts.readers.importing import Imported, import_files
 from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Reader, Remark, sampling_of
+from mwjax.rollouts.readers.rendered import rendering_for
+from mwjax.rollouts.readers.skew import Difference, Skew, check_rendering
 
 __all__ = [
     "READERS",
+    "Difference",
     "Found",
     "Head",
     "Imported",
@@ -13,7 +16,10 @@ __all__ = [
     "Options",
     "Reader",
     "Remark",
+    "Skew",
+    "check_rendering",
     "detect",
     "import_files",
+    "rendering_for",
     "sampling_of",
 ]
