@@ -107,12 +107,12 @@ def _call(links: Links, uuid: str, chain: str) -> Seen | None:
     for name in links.before(uuid):
         before = links.entries[name]
         if before.get("subtype") == "chat_compression":
-            history, detail = _compressed(before), "compaction"
+            history, detail = _compressed(before, history), "compaction"
         elif before.get("type") in _MESSAGES and isinstance(before.get("message"), dict):
             history += _messages(before["message"], "message")
             detail = None if before["type"] == "assistant" else detail
     return Seen(
-        tuple(history),
+        tuple(_joined(history)),
         answers[0],
         line=links.lines[uuid],
         chain=chain,
@@ -121,16 +121,31 @@ def _call(links: Links, uuid: str, chain: str) -> Seen | None:
     )
 
 
-def _compressed(entry: Mapping[str, Any]) -> list[chat.Message]:
+def _compressed(entry: Mapping[str, Any], before: list[chat.Message]) -> list[chat.Message]:
+    """The history after a compression. Results of tools that came just before it are sent after it, and are not in what
+    it wrote down."""
     payload = entry.get("systemPayload")
     listed = payload.get("compressedHistory") if isinstance(payload, dict) else None
     if not isinstance(listed, list):
         raise RecordError("systemPayload.compressedHistory", "missing: what the model saw after it is not in the log")
-    return [
+    history = [
         each
         for place, content in enumerate(listed)
         for each in _messages(content, f"systemPayload.compressedHistory[{place}]")
     ]
+    waiting = [call["id"] for call in history[-1].get("tool_calls", ())] if history else []
+    return history + [each for each in before if each.get("tool_call_id") in waiting]
+
+
+def _joined(history: list[chat.Message]) -> list[chat.Message]:
+    """User messages that follow one another as one, which is how the program sends them."""
+    result: list[chat.Message] = []
+    for each in history:
+        if result and each["role"] == result[-1]["role"] == "user":
+            result[-1] = chat.message("user", f"{result[-1]['content']}\n{each['content']}")
+        else:
+            result.append(each)
+    return result
 
 
 def _messages(content: Any, field: str) -> list[chat.Message]:

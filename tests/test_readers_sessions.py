@@ -1,0 +1,198 @@
+"""Session files of real programs: what their readers say the model saw is what the programs really sent.
+
+The files and what was sent were made by tests/fixtures/sessions/make.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from mwjax.quickstart import tokenizer_path
+from mwjax.rollouts import Refusal
+from mwjax.rollouts.readers import Found, Options, Remark, chat, codex, detect, opencode, qwen_code
+from mwjax.tree import build
+
+FIXTURES = Path(__file__).parent / "fixtures"
+SESSIONS = FIXTURES / "sessions"
+OPTIONS = Options(tokenizer=str(tokenizer_path()), template=str(FIXTURES / "templates" / "chatml.jinja"))
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    path = tmp_path_factory.mktemp("opencode") / "opencode.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript((SESSIONS / "opencode.sql").read_text("utf-8"))
+    connection.close()
+    return str(path)
+
+
+def seen_by(reader, path, monkeypatch):
+    """The calls that a reader finds, and its items."""
+    calls = []
+    made = reader.rollout_items
+
+    def noting(path, name, found, *arguments, **options):
+        calls.extend(found)
+        return made(path, name, found, *arguments, **options)
+
+    monkeypatch.setattr(reader, "rollout_items", noting)
+    return calls, list(reader.read(str(path), OPTIONS))
+
+
+def sent(name):
+    """(messages, answer, tool names) of every call, in the form of the readers."""
+    found = []
+    for line in (SESSIONS / f"{name}.sent.jsonl").read_text("utf-8").splitlines():
+        call = json.loads(line)
+        if "input" in call:
+            messages, answer = chat.from_responses(call["input"], ""), chat.from_responses(call["answer"], "")[0]
+        else:
+            messages = [chat.from_openai(each, "") for each in call["messages"]]
+            answer = chat.from_openai(call["answer"], "")
+        found.append((messages, answer, call["tools"]))
+    return found
+
+
+def plain(message):
+    """Without what is not text; arguments parsed, since they are cut apart from each other."""
+    calls = [
+        (each["id"], each["function"]["name"], _parsed(each["function"]["arguments"]))
+        for each in message.get("tool_calls", ())
+    ]
+    return message["role"], message["content"], message.get("reasoning_content"), message.get("tool_call_id"), calls
+
+
+def _parsed(arguments):
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def body(messages, answer):
+    return [plain(each) for each in (*messages, answer) if each["role"] not in ("system", "developer")]
+
+
+def rollout_of(items):
+    (found,) = [item for item in items if isinstance(item, Found)]
+    assert not [item for item in items if isinstance(item, Refusal)]
+    return found.rollout
+
+
+def test_opencode_database_is_what_was_sent_sub_agent_included(database, monkeypatch):
+    calls, items = seen_by(opencode, database, monkeypatch)
+    expected = [body(messages, answer) for messages, answer, tools in sent("opencode") if tools]
+    assert [body(call.messages, call.answer) for call in calls] == expected
+    rollout = rollout_of(items)
+    (agent,) = [k for k, turn in enumerate(rollout.turns) if turn.chain == "subagent"]
+    parent = rollout.turns[agent].cause_turn
+    assert calls[parent].answer["tool_calls"][0]["function"]["name"] == "task"
+    junctions = [junction for junction in build(rollout).junctions if junction.chain == "main"]
+    assert [junction.detail for junction in junctions] == ["compaction", "compaction"]
+    assert rollout.meta["context_incomplete"] == ["system prompt", "tool list"]
+
+
+def test_opencode_export_is_the_main_chain_of_the_database(database):
+    whole, exported = (
+        rollout_of(list(opencode.read(path, OPTIONS))) for path in (database, str(SESSIONS / "opencode-export.json"))
+    )
+    assert exported.id == whole.id
+    main = [turn for turn in whole.turns if turn.chain == "main"]
+    assert [turn.prompt_ids.tolist() for turn in exported.turns] == [turn.prompt_ids.tolist() for turn in main]
+    assert [turn.completion_ids.tolist() for turn in exported.turns] == [turn.completion_ids.tolist() for turn in main]
+
+
+def test_opencode_clears_old_tool_results_from_the_time_it_did(tmp_path):
+    value = json.loads((SESSIONS / "opencode-export.json").read_text("utf-8"))
+    tools = [part for each in value["messages"] for part in each["parts"] if part["type"] == "tool"]
+    third = [each for each in value["messages"] if each["info"]["role"] == "assistant"][2]["info"]["time"]["created"]
+    tools[0]["state"]["time"]["compacted"] = third
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps(value))
+    rollout = rollout_of(list(opencode.read(str(path), OPTIONS)))
+    junctions = build(rollout).junctions
+    assert (junctions[0].turn, junctions[0].detail) == (2, "pruned_tool_result")
+    assert rollout.meta["junction_details"]["2"] == "pruned_tool_result"
+
+
+def test_codex_rollout_is_what_was_sent(monkeypatch):
+    calls, items = seen_by(codex, SESSIONS / "codex.jsonl", monkeypatch)
+    expected = [body(messages, answer) for messages, answer, tools in sent("codex") if tools]
+    assert [body(call.messages, call.answer) for call in calls] == expected
+    developer = [each["content"] for each in sent("codex")[0][0] if each["role"] == "developer"][1]
+    assert calls[0].messages[0]["role"] == "system" and developer in calls[0].messages[0]["content"]
+    rollout = rollout_of(items)
+    assert [junction.detail for junction in build(rollout).junctions] == ["compaction", "compaction"]
+    assert "text is context only" in next(item.reason for item in items if isinstance(item, Remark))
+
+
+def test_qwen_code_session_is_what_was_sent(monkeypatch):
+    (path,) = (SESSIONS / "qwen-code" / "chats").glob("*.jsonl")
+    calls, items = seen_by(qwen_code, path, monkeypatch)
+    expected = [body(messages, answer) for messages, answer, tools in sent("qwen-code") if tools]
+    found = [body(call.messages, call.answer) for call in calls]
+    first = next(k for k, call in enumerate(calls) if call.detail == "compaction")
+    assert len(found[first:]) >= 8 and all(each in expected for each in found[first:])
+    for each in found[:first]:  # what the program puts into the first user message is not in its file
+        (like,) = [other for other in expected if other[1:] == each[1:]]
+        assert like[0][1].startswith("<system-reminder>") and like[0][1].endswith(each[0][1])
+    rollout = rollout_of(items)
+    details = [junction.detail for junction in build(rollout).junctions if junction.chain == "main"]
+    assert len(details) >= 2 and set(details) == {"compaction"}
+    assert [turn.chain for turn in rollout.turns].count("subagent") == 1
+    assert "context before the first message" in rollout.meta["context_incomplete"]
+
+
+def test_every_session_is_known_by_its_looks(database):
+    (chat_file,) = (SESSIONS / "qwen-code" / "chats").glob("*.jsonl")
+    files = [database, str(SESSIONS / "opencode-export.json"), str(SESSIONS / "codex.jsonl"), str(chat_file)]
+    assert [detect(file).NAME for file in files] == ["opencode", "opencode", "codex", "qwen-code"]
+
+
+def test_without_a_tokenizer_the_message_says_what_to_give():
+    with pytest.raises(ValueError, match=r"codex logs hold messages, not token ids: give .*--tokenizer"):
+        list(codex.read(str(SESSIONS / "codex.jsonl"), Options()))
+
+
+def edited(tmp_path, change):
+    lines = [json.loads(line) for line in (SESSIONS / "codex.jsonl").read_text("utf-8").splitlines()]
+    path = tmp_path / "codex.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+    return str(path)
+
+
+def test_codex_encrypted_compaction_refuses_what_follows_it(tmp_path):
+    def encrypt(lines):
+        at = next(k for k, line in enumerate(lines) if line["type"] == "compacted")
+        lines[at]["payload"]["replacement_history"] = [{"type": "compaction", "encrypted_content": "x"}]
+        return lines
+
+    whole = rollout_of(list(codex.read(str(SESSIONS / "codex.jsonl"), OPTIONS)))
+    items = list(codex.read(edited(tmp_path, encrypt), OPTIONS))
+    (found,) = [item for item in items if isinstance(item, Found)]
+    refused = [item for item in items if isinstance(item, Refusal)]
+    first = int(min(whole.meta["junction_details"], key=int))
+    second = int(max(whole.meta["junction_details"], key=int))
+    # The second compaction gives the history again.
+    kept = [*range(first), *range(second, len(whole.turns))]
+    assert len(found.rollout.turns) == len(kept)
+    assert [len(turn.prompt_ids) for turn in found.rollout.turns] == [len(whole.turns[k].prompt_ids) for k in kept]
+    assert len(refused) == 1 + second - first
+    assert all("encrypted compaction" in each.reason for each in refused)
+
+
+def test_codex_rolled_back_turns_are_not_in_later_prompts(tmp_path):
+    def roll_back(lines):
+        user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Now?"}]}
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "No."}]}
+        event = {"type": "thread_rolled_back", "num_turns": 1}
+        turn = [("response_item", user), ("response_item", said)]
+        tail = [*turn, ("event_msg", event), *turn]
+        stamp = lines[-1]["timestamp"]
+        return lines + [{"timestamp": stamp, "type": kind, "payload": payload} for kind, payload in tail]
+
+    rollout = rollout_of(list(codex.read(edited(tmp_path, roll_back), OPTIONS)))
+    asked, again = rollout.turns[-2:]
+    assert asked.prompt_ids.tolist() == again.prompt_ids.tolist()
+    assert build(rollout).junctions[-1].reason == "resample"
