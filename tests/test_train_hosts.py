@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -10,15 +11,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from mwjax import data
+from mwjax import data, rollouts
 from mwjax.train import checkpoint, distributed, load, loop, metrics_log, setup
 from mwjax.train.config import RunConfig
 from tests.test_launch_processes import free_port
@@ -26,7 +29,7 @@ from tests.training_runs import VOCABULARY, compile_once, configure, recorded, w
 
 CLOCK = ("seconds", "tokens_per_second", "recompiles")
 # `mwjax train`; writes down the rollouts of every step and those it reads for it. What is done at the count-th call
-# of a function in one process: kill (delay seconds later), terminate (SIGTERM), fail.
+# of a function in one process: kill (delay seconds later), or terminate (SIGTERM).
 CHILD = """
 import importlib, json, os, signal, sys, threading, time
 from mwjax import cli
@@ -63,10 +66,8 @@ def act(*_):
     if calls == int(count):
         if action == "kill":
             threading.Thread(target=kill).start()
-        elif action == "terminate":
-            os.kill(os.getpid(), signal.SIGTERM)
         else:
-            raise ValueError("rollout 'r3' has no log-probs")
+            os.kill(os.getpid(), signal.SIGTERM)
 
 made = threading.local()  # the step whose rows this thread makes
 
@@ -87,6 +88,7 @@ cli.main(["train", config])
 SAVE, UPDATE = "mwjax.train.checkpoint:Checkpoints.save", "mwjax.train.loop:update"
 COMMIT = "orbax.checkpoint._src.path.atomicity:on_commit_callback"
 PLANNED = "mwjax.train.loop:_planned"
+RECOMPUTE = "loss.old_logprobs=recompute"
 
 
 @dataclass(frozen=True)
@@ -107,37 +109,48 @@ class Ended:
     err: str
 
 
-def start(config: RunConfig, folder: Path, process: int, count: int, port: int, devices: int, act: Act | None) -> Any:
-    own = act is not None and act.process == process
-    words = (act.action, act.place, str(act.count), str(act.delay)) if act and own else ("", "", "0", "0")
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("MWJAX_")},
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "MWJAX_COORDINATOR": f"127.0.0.1:{port}",
-        "MWJAX_PROCESS_ID": str(process),
-        "MWJAX_PROCESSES": str(count),
-        "MWJAX_HEARTBEAT_TIMEOUT": "20",
-    }
-    command = [sys.executable, "-c", CHILD, str(folder / "config.yaml"), str(folder / f"trace{process}"), *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def train(config: RunConfig, *, processes: int = 2, devices: int = 1, act: Act | None = None) -> list[Ended]:
-    """The run in as many processes, until all have ended."""
-    folder = Path(config.run_dir + ".processes")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(load.dump(config))
-    port = free_port()
-    running = [start(config, folder, process, processes, port, devices, act) for process in range(processes)]
+def train(
+    config: RunConfig,
+    *,
+    processes: int = 2,
+    devices: int = 1,
+    act: Act | None = None,
+    others: Mapping[int, RunConfig] = MappingProxyType({}),
+) -> list[Ended]:
+    """The run in as many processes, until all have ended. others: what some are started with in place of ``config``."""
+    port, running = free_port(), []
     try:
+        for process in range(processes):
+            folder = traces(config, process).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(load.dump(others.get(process, config)))
+            mine = act if act is not None and act.process == process else Act(process, "", "", 0)
+            words = (mine.action, mine.place, str(mine.count), str(mine.delay))
+            environment = {
+                **{name: value for name, value in os.environ.items() if not name.startswith("MWJAX_")},
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+                "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "PYTHONPATH": str(Path(__file__).parent.parent),
+                "MWJAX_COORDINATOR": f"127.0.0.1:{port}",
+                "MWJAX_PROCESS_ID": str(process),
+                "MWJAX_PROCESSES": str(processes),
+                "MWJAX_HEARTBEAT_TIMEOUT": "20",
+            }
+            command = [sys.executable, "-c", CHILD, str(folder / "config.yaml"), str(folder / "trace"), *words]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            running.append(subprocess.Popen(command, env=environment, cwd=folder, **pipes))
         texts = [process.communicate(timeout=240) for process in running]
     finally:
         for process in running:
             process.kill()
     return [Ended(process.returncode, *text) for process, text in zip(running, texts)]
+
+
+def traces(config: RunConfig, process: int) -> Path:
+    """Where a process writes down what it does."""
+    return Path(f"{config.run_dir}.processes") / str(process) / "trace"
 
 
 def finished(config: RunConfig, **options: Any) -> None:
@@ -147,8 +160,7 @@ def finished(config: RunConfig, **options: Any) -> None:
 
 
 def trace(config: RunConfig, process: int) -> list[dict[str, Any]]:
-    path = Path(config.run_dir + ".processes") / f"trace{process}"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in traces(config, process).read_text().splitlines()]
 
 
 def assert_same_run(config: RunConfig, expected: RunConfig, tolerance: float = 2e-4) -> None:
@@ -216,13 +228,22 @@ def assert_reads_its_rows_only(config: RunConfig, alone: RunConfig, processes: i
     assert min(shares) < 1
 
 
-def test_an_error_in_one_process_ends_the_other(folder: Path) -> None:
+def test_an_error_in_one_process_ends_the_other(tmp_path: Path) -> None:
+    made = recorded()
+    turns = [dataclasses.replace(turn, logprobs=None) for turn in made[3].turns]
+    made[3] = dataclasses.replace(made[3], turns=turns)
+    write(tmp_path, made)
+    config = configure(tmp_path, "mesh.data=2", "loss.task=grpo", "data.method=logittree", "data.rollouts_per_step=10")
     began = time.monotonic()
-    first, second = train(configure(folder, "mesh.data=2", "data.steps=2"), act=Act(1, "fail", UPDATE, 1))
+    done = train(config)
     assert time.monotonic() - began < 120
-    assert (first.status, second.status) == (2, 2), (first, second)
-    assert f"mwjax: process 1 ({socket.gethostname()}) failed: rollout 'r3' has no log-probs\n" in first.err
-    assert "mwjax: rollout 'r3' has no log-probs\n" in second.err or "Traceback" in second.err
+    assert [ended.status for ended in done] == [2, 2], done
+    told = [process for process, ended in enumerate(done) if f"({socket.gethostname()}) failed: " in ended.err]
+    assert len(told) == 1, done
+    teller = done[1 - told[0]]
+    said = teller.err.strip().splitlines()[-1].removeprefix("mwjax: ")
+    assert "log-prob" in said
+    assert f"mwjax: process {1 - told[0]} ({socket.gethostname()}) failed: {said}" in done[told[0]].err
 
 
 KILLED = ("mesh.fsdp=2", "checkpoint.every=1", "data.method=logittree", "data.rollouts_per_step=3")
@@ -263,3 +284,95 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_from_the_last_check
     once = setup.step_source(alone, data.scan(alone.data.paths, setup.layout(alone), vocab_size=VOCABULARY))
     assert [again[step] for step in range(len(again))] == [once[step].numbers.tolist() for step in range(len(again))]
     assert len(planned) <= len(again) + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "mesh", "processes", "devices"),
+    [
+        ((), ("data=2", "fsdp=2"), 4, 1),
+        (("loss.task=memorywalker", "data.method=naive_compressed", RECOMPUTE), ("fsdp=4",), 2, 2),
+        (("loss.task=gspo", "data.method=logittree", "loss.kl=0.01"), ("tensor=2", "context=2"), 4, 1),
+        (("loss.task=gspo", "data.method=logittree", "loss.unit=view"), ("data=2", "tensor=2"), 4, 1),
+        (("data.method=sdcc", "loss.sdcc.teacher=ema"), ("fsdp=2", "context=2"), 2, 2),
+        (("data.method=sdcc", "loss.task=memorywalker", RECOMPUTE), ("data=2", "context=2"), 4, 1),
+        (("model.lora.rank=2",), ("fsdp=2",), 2, 1),
+    ],
+    ids=["sft", "recompute", "gspo", "gspo by view", "sdcc", "sdcc recompute", "lora"],
+)
+def test_every_mesh_over_processes_trains_as_one_device_does(
+    folder: Path, settings: tuple[str, ...], mesh: tuple[str, ...], processes: int, devices: int
+) -> None:
+    common = ("data.rows_per_microbatch=4", f"evaluation.paths={folder / 'rollouts.jsonl'}", *settings)
+    alone = configure(folder, *common, run_dir="alone")
+    loop.run(alone)
+    together = configure(folder, *common, *(f"mesh.{size}" for size in mesh), run_dir="together")
+    finished(together, processes=processes, devices=devices)
+    assert_same_run(together, alone)
+
+
+@pytest.mark.slow
+def test_two_processes_then_one_then_four_go_on_where_the_others_were(folder: Path) -> None:
+    settings = ("loss.task=memorywalker", "data.method=naive_compressed", "data.rows_per_microbatch=4", RECOMPUTE)
+    settings += ("checkpoint.every=1", "data.rollouts_per_step=3")
+    alone = configure(folder, *settings, "data.steps=6", run_dir="alone")
+    loop.run(alone)
+    finished(configure(folder, *settings, "data.steps=2", "mesh.fsdp=2"))
+    loop.run(configure(folder, *settings, "data.steps=4"))
+    last = configure(folder, *settings, "data.steps=6", "mesh.data=2", "mesh.tensor=2")
+    finished(last, processes=4)
+    assert_same_run(last, alone)
+    source = setup.step_source(alone, data.scan(alone.data.paths, setup.layout(alone), vocab_size=VOCABULARY))
+    planned = {process: {e["step"]: e["numbers"] for e in trace(last, process) if "step" in e} for process in range(4)}
+    assert [sorted(steps) for steps in planned.values()] == [[0, 1, 4, 5], [0, 1, 4, 5], [4, 5], [4, 5]]
+    for steps in planned.values():
+        assert all(numbers == source[step].numbers.tolist() for step, numbers in steps.items())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_damaged_for_one_process_is_damaged_for_all(folder: Path) -> None:
+    settings = (*KILLED, "data.steps=4")
+    alone = configure(folder, *settings[1:], run_dir="alone")
+    loop.run(alone)
+    config = configure(folder, *settings)
+    finished(configure(folder, *KILLED, "data.steps=3"))
+    newest = Path(config.run_dir) / "checkpoints" / "3"
+    of_one = [path for path in newest.rglob("*") if path.is_file() and "ocdbt.process_1" in str(path)]
+    largest = max(of_one, key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    done = train(config)
+    assert [ended.status for ended in done] == [0, 0], done
+    assert "checkpoints/3: this checkpoint is damaged" in done[0].err
+    assert "set aside as 3.damaged" in done[0].err
+    assert_same_run(config, alone)
+
+
+@pytest.mark.slow
+def test_processes_that_are_not_alike_are_told_so(folder: Path) -> None:
+    config = configure(folder, "mesh.data=2")
+    done = train(config, others={1: configure(folder, "mesh.data=2", "optimizer.b1=0.5")})
+    assert [ended.status for ended in done] == [2, 2], done
+    assert "has options that process 0 has not:\n  optimizer.b1: 0.9 in process 0, 0.5 here" in done[1].err
+    assert "failed: process 1" in done[0].err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", ["data", "run_dir"])
+def test_hosts_that_do_not_share_their_files_are_told_so(tmp_path: Path, apart: str) -> None:
+    """Relative paths, in a folder of its own for each process."""
+    config = configure(tmp_path, "mesh.data=2")
+    write(tmp_path)
+    for process in range(2):
+        folder = traces(config, process).parent
+        folder.mkdir(parents=True)
+        rollouts.write(folder / "here.jsonl", recorded(10 - 5 * process))
+    relative = {"data": ["data.paths=here.jsonl"], "run_dir": ["run_dir=here"]}[apart]
+    here = configure(tmp_path, "mesh.data=2", *relative)
+    done = train(config, others={0: here, 1: here})
+    assert [ended.status for ended in done] == [2, 2], done
+    if apart == "data":
+        assert (
+            "has data or weights that process 0 has not:\n  data (content of the rollouts): '10 rollouts" in done[1].err
+        )
+    else:
+        assert "is not seen by process 1: give a folder that all hosts share" in done[0].err

@@ -49,7 +49,8 @@ from etils import epath
 
 TIMEOUT = 300.0  # seconds
 HEARTBEAT = 100.0  # seconds
-LINGER = 5.0  # seconds that a process waits for the others to end, or for the reason why they have
+NOTICED = 1.0  # seconds in which a closed connection is seen
+LINGER = 5.0  # seconds that process 0 waits for the others to end
 SHARED = 30.0  # seconds in which a new file is seen on all hosts
 FAILED, LOST = 70, 75  # exit status: a defect; another process was lost, and the same command goes on
 DAY = 86_400_000  # milliseconds
@@ -466,10 +467,7 @@ class _Listening:
 
     def failed(self, error: BaseException) -> None:
         """This process is about to leave with an error."""
-        import jax
-
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            time.sleep(LINGER)  # another's death, most likely: then this process ends with that
+        time.sleep(NOTICED)  # it may come from another's death: then this process ends with that
         self.leaving.acquire()  # from here on the end of the others is no news
         words = str(error).strip() or type(error).__name__
         status = 2 if isinstance(error, ValueError | OSError) else FAILED
