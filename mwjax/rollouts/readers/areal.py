@@ -3,8 +3,8 @@
 Fields as areal 1.0.4 has them (areal/experimental/openai/types.py, InteractionWithTokenLogpReward.to_tensor_dict;
 areal/workflow): ``input_ids``, ``loss_mask``, ``logprobs`` (aligned with the ids, 0 where nothing was sampled),
 ``versions`` (-1 there), ``attention_mask``, ``rewards``; each with a leading batch dimension or without. A record is
-one such dictionary; with the style "individual" a session has one for every call, with "concat" one for every leaf, and the
-user's ``session_id``, ``rollout_id`` or ``traj_id`` beside them says which belong together.
+one such dictionary; with the style "individual" a session has one for every call, with "concat" one for every leaf,
+and the user's ``session_id``, ``rollout_id`` or ``traj_id`` beside them says which belong together.
 
 The ``rollout/VERSION/TASK.jsonl`` files that AReaL itself dumps hold decoded text only, which is refused.
 Log-probs: AReaL's engines report them of what was sampled from, with the temperature applied.

@@ -13,7 +13,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.sessions import Session, at, refused, rollouts_of
+from mwjax.rollouts.readers.sessions import Session, at, members, refused, rollouts_of
 
 NAME = "mwjax"
 DESCRIPTION = "calls.jsonl of mwjax record, with the engine's token ids"
@@ -76,7 +76,7 @@ def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], 
 def _calls(record: Record, number: int, options: Options) -> list[Call]:
     """The calls of one record, one for each choice. Raises RecordError, or _Nothing."""
     value = record.value
-    error = _object(value.get("error"))
+    error = members(value.get("error"))
     completions = value.get("completions") or []
     if not isinstance(completions, list):
         raise RecordError("completions", f"is {described(completions)}, must be a list")
@@ -92,9 +92,9 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
     if "prompt_ids" not in value or not completions:
         field = "completions" if "prompt_ids" in value else "prompt_ids"
         raise RecordError(field, f"there are no token ids (engine {value.get('engine', 'none')}, {endpoint})")
-    response = _object(value.get("response"))
+    response = members(value.get("response"))
     found = []
-    for place, entry in enumerate(map(_object, completions)):
+    for place, entry in enumerate(map(members, completions)):
         field = f"completions[{place}].completion_ids"
         found.append(Completion(field, entry.get("index", place), entry.get("completion_ids"), entry.get("logprobs")))
     return calls_of(
@@ -103,7 +103,7 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
         value["prompt_ids"],
         found,
         endpoint=endpoint,
-        request=_object(value.get("request")),
+        request=members(value.get("request")),
         response=response,
         engine=value.get("engine", "none"),
         options=options,
@@ -112,7 +112,3 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
         name=response.get("id") or value.get("id"),
         cut_off=error.get("kind") in BROKEN_OFF,
     )
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -7,6 +7,7 @@ from typing import cast
 
 from mwjax.rollouts.errors import RolloutFileError
 from mwjax.rollouts.readers import (
+    agent_lightning,
     areal,
     atif,
     calls_log,
@@ -32,6 +33,7 @@ _MODULES: tuple[ModuleType, ...] = (
     engine_log,
     verifiers,
     verifiers_steps,
+    agent_lightning,
     areal,
     slime,
     trl,

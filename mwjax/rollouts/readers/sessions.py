@@ -52,6 +52,11 @@ def at(value: Any, path: str) -> Any:
     return value
 
 
+def members(value: Any) -> dict[str, Any]:
+    """A value that should be an object; an empty one in its place where it is none."""
+    return value if isinstance(value, dict) else {}
+
+
 def check_usage(usage: Any, prompt: int, completion: int) -> None:
     """Compares numbers of ids with the token counts that the engine reported. Raises RecordError with both."""
     if not isinstance(usage, Mapping):

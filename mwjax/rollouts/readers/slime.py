@@ -82,16 +82,17 @@ def _row(sample: Any, options: Options) -> Row:
     mask = sample.get("loss_mask")
     mask = [1] * length if mask is None else mask
     logprobs = sample.get("rollout_log_probs")
-    for name, given in (("loss_mask", mask), ("rollout_log_probs", logprobs)):
+    for field, given in (("loss_mask", mask), ("rollout_log_probs", logprobs)):
         if given is not None and (not isinstance(given, list) or len(given) != length):
             found = len(given) if isinstance(given, list) else described(given)
-            raise RecordError(name, f"has {found} entries, response_length is {length}")
+            raise RecordError(field, f"has {found} entries, response_length is {length}")
     versions = {str(each) for each in sample.get("weight_versions") or ()}
     version = min((int(each) for each in versions if each.isdecimal()), default=None)
     step = "" if sample.get("step") is None else f"step {sample['step']}/"
     name = next((sample[key] for key in ("rollout_id", "session_id", "index") if sample.get(key) is not None), None)
     group = sample.get("group_index")
-    reward, status = sample.get("reward"), str(sample.get("status"))
+    reward = sample.get("reward")
+    status = str(sample.get("status"))
     if isinstance(reward, dict):
         if options.reward is None:
             names = ", ".join(map(str, reward))
