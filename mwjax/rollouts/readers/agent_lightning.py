@@ -6,8 +6,8 @@
   ``server.version``; with ``format=triplet`` (server/routes/events.py) ``prompt_token_ids``, ``response_token_ids`` and
   ``response_log_probs`` instead. Of a ``reward``: ``value``; the last one is the rollout's. That query keeps one
   response for each prompt, so a retry is not in it.
-- Spans, as agentlightning 0.3.0 has them (types/tracer.py: Span; adapter/triplet.py for the attributes): ``rollout_id``,
-  ``attempt_id``, ``sequence_id``, ``attributes`` with the ids. Spans without ids are not calls of the policy.
+- Spans, as agentlightning 0.3.0 has them (types/tracer.py: Span; adapter/triplet.py for the attributes):
+  ``rollout_id``, ``attempt_id``, ``sequence_id``, ``attributes`` with the ids. Spans without ids are not calls of the policy.
 - Triplets (types/core.py: Triplet, RolloutLegacy): ``rollout_id``, ``triplets`` of ``prompt.token_ids``,
   ``response.token_ids``, ``reward``, and ``final_reward``.
 
@@ -22,14 +22,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mwjax.rollouts.engine_ids import sampled
+from mwjax.rollouts.engine_ids import prompt_ids, sampled
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described, number
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.sessions import Session, at, refused, rollouts_of
+from mwjax.rollouts.readers.sessions import Session, at, members, refused, rollouts_of
 
 NAME = "agent-lightning"
 DESCRIPTION = "events, spans and triplets of Agent Lightning"
@@ -78,9 +78,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             continue
         value = record.value
         if not (_is_event(value) or _is_span(value) or _is_triplets(value)):
-            yield record.refusal(
-                path, "", f"is {described(value)}; an event, a span or a rollout with triplets is read"
-            )
+            yield record.refusal(path, "", f"is {described(value)}, must be an event, a span or triplets")
             continue
         rollout, attempt = str(value["rollout_id"]), str(value.get("attempt_id") or "")
         session = attempts.setdefault((rollout, attempt), Session(rollout, one=True))
@@ -122,21 +120,16 @@ def _calls(record: Record, number_: int, session: Session, options: Options) -> 
 
 
 def _of_request(record: Record, number_: int, data: Mapping[str, Any], options: Options) -> list[Call]:
-    response = data.get("response") if isinstance(data.get("response"), dict) else {}
-    request = data.get("request") if isinstance(data.get("request"), dict) else {}
-    prompt = (
-        data.get("prompt_token_ids") or response.get("prompt_token_ids") or at(response, "choices.0.prompt_token_ids")
-    )
+    request, response = members(data.get("request")), members(data.get("response"))
+    prompt = data.get("prompt_token_ids") or prompt_ids("chat.completions", response)
     if data.get("response_token_ids"):
         logprobs = data.get("response_log_probs")
         found = [Completion("data.response_token_ids", 0, data["response_token_ids"], logprobs)]
     else:
-        found = [
-            Completion(
-                f"data.response.choices[{each.choice}].token_ids", each.choice, each.completion_ids, each.logprobs
-            )
-            for each in sampled("chat.completions", response)
-        ]
+        found = []
+        for each in sampled("chat.completions", response):
+            field = f"data.response.choices[{each.choice}].token_ids"
+            found.append(Completion(field, each.choice, each.completion_ids, each.logprobs))
     if not prompt or not found:
         raise RecordError("data.response", "has no token ids: the engine gave none")
     version = at(data, "server.version")
@@ -151,7 +144,7 @@ def _of_request(record: Record, number_: int, data: Mapping[str, Any], options: 
         response=response,
         engine="vllm",
         options=options,
-        settings={**request, **(data.get("adjusted_params") or {})},
+        settings={**request, **members(data.get("adjusted_params"))},
         usage=data.get("usage"),
         time=float(record.value.get("timestamp") or 0.0),
         name=response.get("id"),
@@ -218,7 +211,7 @@ def _of_triplets(record: Record, number_: int, session: Session, options: Option
             response={},
             engine="vllm",
             options=options,
-            settings=at(triplet, "metadata.request") or {},
+            settings=members(at(triplet, "metadata.request")),
             time=float(place),
             prompt_field=f"{field}.prompt.token_ids",
         )
