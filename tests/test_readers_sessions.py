@@ -85,7 +85,7 @@ def test_opencode_database_is_what_was_sent_sub_agent_included(database, monkeyp
     expected = [body(messages, answer) for messages, answer, tools in sent("opencode") if tools]
     assert [body(call.messages, call.answer) for call in calls] == expected
     rollout = rollout_of(items)
-    (agent,) = [k for k, turn in enumerate(rollout.turns) if turn.chain == "subagent"]
+    (agent,) = [k for k, turn in enumerate(rollout.turns) if turn.chain == "subagent-1"]
     parent = rollout.turns[agent].cause_turn
     assert calls[parent].answer["tool_calls"][0]["function"]["name"] == "task"
     junctions = [junction for junction in build(rollout).junctions if junction.chain == "main"]
@@ -140,7 +140,7 @@ def test_qwen_code_session_is_what_was_sent(monkeypatch):
     rollout = rollout_of(items)
     details = [junction.detail for junction in build(rollout).junctions if junction.chain == "main"]
     assert len(details) >= 2 and set(details) == {"compaction"}
-    assert [turn.chain for turn in rollout.turns].count("subagent") == 1
+    assert [turn.chain for turn in rollout.turns].count("subagent-1") == 1
     assert "context before the first message" in rollout.meta["context_incomplete"]
 
 

@@ -139,9 +139,7 @@ def _calls(
         for name in _delegated(step):
             if name in embedded:
                 taken["subagent"] = taken.get("subagent", 0) + 1
-                number_ = taken["subagent"]
-                below = "subagent" if number_ == 1 else f"subagent-{number_}"
-                inner, inner_metrics = _calls(embedded.pop(name), below, line, taken)
+                inner, inner_metrics = _calls(embedded.pop(name), f"subagent-{taken['subagent']}", line, taken)
                 calls += _shifted(inner, len(calls), at_call if count != 0 else None)
                 metrics += inner_metrics
     return calls, metrics

@@ -252,4 +252,4 @@ class _Session:
             return MAIN_CHAIN
         key = str(entry.get("agentId") or (self.links.before(name) or [name])[0])
         number = len(set(self.chains.values())) + 1
-        return self.chains.setdefault(key, "subagent" if number == 1 else f"subagent-{number}")
+        return self.chains.setdefault(key, f"subagent-{number}")

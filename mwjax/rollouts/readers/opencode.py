@@ -137,7 +137,7 @@ def _family(session: Session, children: Mapping[str, list[Session]]) -> Iterator
     while below:
         child = below.pop(0)
         number += 1
-        yield f"subagent-{number}" if number > 1 else "subagent", child
+        yield f"subagent-{number}", child
         below += children.get(child["info"]["id"], ())
 
 

@@ -93,7 +93,7 @@ def _files(path: str) -> Iterator[tuple[str, str]]:
     place = Path(path).expanduser()
     beside = place.parent.parent / "subagents" / place.name.partition(".")[0]
     for number, file in enumerate(sorted(beside.glob("*.jsonl")) if place.parent.name == "chats" else (), start=1):
-        yield str(file), "subagent" if number == 1 else f"subagent-{number}"
+        yield str(file), f"subagent-{number}"
 
 
 def _call(links: Links, uuid: str, chain: str) -> Seen | None:
