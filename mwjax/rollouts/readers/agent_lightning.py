@@ -7,7 +7,8 @@
   ``response_log_probs`` instead. Of a ``reward``: ``value``; the last one is the rollout's. That query keeps one
   response for each prompt, so a retry is not in it.
 - Spans, as agentlightning 0.3.0 has them (types/tracer.py: Span; adapter/triplet.py for the attributes):
-  ``rollout_id``, ``attempt_id``, ``sequence_id``, ``attributes`` with the ids. Spans without ids are not calls of the policy.
+  ``rollout_id``, ``attempt_id``, ``sequence_id``, ``attributes`` with the ids. Spans without ids are not calls of the
+  policy.
 - Triplets (types/core.py: Triplet, RolloutLegacy): ``rollout_id``, ``triplets`` of ``prompt.token_ids``,
   ``response.token_ids``, ``reward``, and ``final_reward``.
 
