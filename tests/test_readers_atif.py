@@ -1,5 +1,5 @@
-"""Trajectories in ATIF. They are those of the schema: the models of ``pip install atif==1.8.0`` check it, in a test that
-runs where they are installed."""
+"""Trajectories in ATIF. They are those of the schema: the models of ``pip install atif==1.8.0`` check it, in a test
+that runs where they are installed."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.said import Said
+
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 def junction_detail(
@@ -17,8 +20,11 @@ def junction_detail(
     log does not tell. summarised: the prompt carries an answer sampled elsewhere, in place of what it sums up."""
     if decode is not None:
         old = decode(np.concatenate([before.prompt_ids, before.completion_ids]))
-        if old and decode(call.prompt_ids).startswith(old):
+        new = decode(call.prompt_ids)
+        if old and new.startswith(old):
             return "retokenised"
+        if _THOUGHT.search(old) and _THOUGHT.sub("", new).startswith(_THOUGHT.sub("", old)):
+            return "template"  # thinking, or an empty block of it, that the template writes only at the end
     if before.asked is None or call.asked is None:
         return "fold" if summarised else None
     if before.answer is not None and before.asked.system == call.asked.system:

@@ -1,0 +1,390 @@
+"""Requests and responses without token ids, as JSON Lines and in HTTP archives: chains, junctions, and what the server
+keeps to itself."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from mwjax.rollouts import Refusal
+from mwjax.rollouts.readers import Found, Options, Remark, chat_log, check_rendering, detect, har, rendering_for
+from mwjax.tree import build
+from tests.test_readers_sessions import FIXTURES, OPTIONS, SESSIONS
+
+DROPS_THINKING = Options(tokenizer=OPTIONS.tokenizer, template=str(FIXTURES / "templates" / "drops_thinking.jinja"))
+READ = {"type": "function", "function": {"name": "read", "parameters": {}}}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def calling(arguments, name="read", call_id="c1"):
+    function = {"name": name, "arguments": arguments}
+    return said("", tool_calls=[{"id": call_id, "type": "function", "function": function}])
+
+
+def result(text, call_id="c1"):
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def chat(messages, answer, name, *, tools=(READ,), finish="stop", **more):
+    choice = {"index": 0, "message": answer, "finish_reason": finish}
+    return {
+        "request": {"model": "m", "messages": messages, "tools": list(tools), **more},
+        "response": {"id": name, "object": "chat.completion", "choices": [choice]},
+        "session_id": "s",
+    }
+
+
+def write(tmp_path, records, name="log.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def read(path, options=OPTIONS, reader=chat_log):
+    items = list(reader.read(path, options))
+    return [item.rollout for item in items if isinstance(item, Found)], [i for i in items if not isinstance(i, Found)]
+
+
+def junctions(rollout):
+    return [(junction.turn, junction.detail) for junction in build(rollout).junctions if junction.chain == "main"]
+
+
+def decoded(rollout, turn, options=OPTIONS):
+    return rendering_for("test", options).decode(rollout.turns[turn].prompt_ids.tolist())
+
+
+GO, LONG = [{"role": "system", "content": "Be brief."}, user("Go")], "The village sells rope and salt. " * 3
+
+
+def test_a_tool_loop_is_one_view_however_the_arguments_are_spelt(tmp_path):
+    spelt, again = calling('{"path": "a", "lines": 2}'), calling('{"path":"a","lines":2}')
+    log = [chat(GO, spelt, "r1"), chat([*GO, again, result(LONG)], said("Rope."), "r2")]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert len(build(rollout).views) == 1 and [turn.chain for turn in rollout.turns] == ["main", "main"]
+    assert rollout.meta["rendered"]["tokenizer"] == "tokenizer.json" and "context_incomplete" not in rollout.meta
+
+
+def test_arguments_in_another_order_are_one_junction(tmp_path):
+    spelt, again = calling('{"path": "a", "lines": 2}'), calling('{"lines": 2, "path": "a"}')
+    more = [*GO, again, result(LONG), said("Rope."), user("And?")]
+    log = [
+        chat(GO, spelt, "r1"),
+        chat([*GO, again, result(LONG)], said("Rope."), "r2"),
+        chat(more, said("Salt."), "r3"),
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert junctions(rollout) == [(1, "tool_json")]
+
+
+def test_thinking_that_the_template_drops_is_a_template_junction(tmp_path):
+    first = said("Rope.", reasoning_content="I remember the rope.")
+    log = [chat(GO, first, "r1"), chat([*GO, first, user("Sure?")], said("Yes.", reasoning="Still."), "r2")]
+    (rollout,), _ = read(write(tmp_path, log), DROPS_THINKING)
+    assert junctions(rollout) == [(1, "template")]
+    assert "I remember" not in decoded(rollout, 1, DROPS_THINKING)
+
+
+def test_an_empty_think_block_of_the_template_is_a_template_junction(tmp_path):
+    made = calling('{"path": "a"}')
+    log = [chat(GO, made, "r1"), chat([*GO, made, result(LONG)], said("Rope."), "r2")]
+    (rollout,), _ = read(write(tmp_path, log), DROPS_THINKING)
+    assert junctions(rollout) == [(1, "template")]
+
+
+def test_a_pruned_tool_result_and_an_injected_user_turn(tmp_path):
+    made = calling('{"path": "a"}')
+    full, pruned = [*GO, made, result(LONG)], [*GO, made, result("[cleared]")]
+    log = [
+        chat(full, said("Rope."), "r1"),
+        chat([*pruned, said("Rope."), user("And?")], said("Salt."), "r2"),
+        chat([*pruned, user("Note the date."), said("Rope."), user("And?"), said("Salt.")], said("Done."), "r3"),
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert junctions(rollout) == [(1, "pruned_tool_result"), (2, "injected_turn")]
+
+
+def test_a_continue_turn_extends_the_view(tmp_path):
+    log = [chat(GO, said("Rope."), "r1"), chat([*GO, said("Rope."), user("Continue.")], said("Salt."), "r2")]
+    (rollout,), others = read(write(tmp_path, log))
+    assert not junctions(rollout) and not others
+
+
+def test_the_same_response_twice_counts_once_and_two_samples_twice(tmp_path):
+    log = [chat(GO, said("Rope."), "r1"), chat(GO, said("Rope."), "r1"), chat(GO, said("Salt."), "r2")]
+    (rollout,), others = read(write(tmp_path, log))
+    assert [other.kind for other in others] == ["merged"]
+    assert len(rollout.turns) == 2
+    assert rollout.turns[0].prompt_ids.tolist() == rollout.turns[1].prompt_ids.tolist()
+
+
+def test_a_truncated_answer_is_kept_without_a_stop_token_and_said(tmp_path):
+    (rollout,), others = read(write(tmp_path, [chat(GO, said("Rope and"), "r1", finish="length")]))
+    text = rendering_for("test", OPTIONS).decode(rollout.turns[0].completion_ids.tolist())
+    assert text == "Rope and" and rollout.meta["truncated_turns"] == [0]
+    assert any("truncated at the token limit" in other.reason for other in others)
+
+
+def test_a_system_line_that_changes_is_said_and_normalised_on_request(tmp_path):
+    def dated(second, *rest):
+        system = "You are an agent.\nBe brief.\nNever lie.\nAsk when unsure.\nIt is 12:00:0"
+        return [{"role": "system", "content": f"{system}{second}"}, user("Go"), *rest]
+
+    log = [
+        chat(dated(1), said("Rope."), "r1"),
+        chat(dated(2, said("Rope."), user("And?")), said("Salt."), "r2"),
+        chat(dated(3, said("Rope."), user("And?"), said("Salt."), user("So?")), said("Done."), "r3"),
+    ]
+    path = write(tmp_path, log)
+    (rollout,), (warning,) = read(path)
+    assert junctions(rollout) == [(1, "system_prompt"), (2, "system_prompt")]
+    assert "'It is 12:00:02'" in warning.reason and "--normalise-system gives" in warning.reason
+    asked = Options(tokenizer=OPTIONS.tokenizer, template=OPTIONS.template, normalise_system=True)
+    (rollout,), (warning,) = read(path, asked)
+    assert not junctions(rollout) and rollout.meta["system_normalised"] == 2
+    assert "12:00:01" in decoded(rollout, 2, asked) and "was given the first call's" in warning.reason
+
+
+def test_another_system_prompt_is_another_conversation_and_not_normalised(tmp_path):
+    title = [{"role": "system", "content": "You write a title for a conversation."}, user("Go")]
+    log = [chat(title, said("Rope"), "r0", tools=()), chat(GO, said("Rope."), "r1")]
+    asked = Options(tokenizer=OPTIONS.tokenizer, template=OPTIONS.template, normalise_system=True)
+    (rollout,), others = read(write(tmp_path, log), asked)
+    assert not others and [turn.purpose for turn in rollout.turns] == ["title", "act"]
+    assert "You write a title" in decoded(rollout, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "summaries"), [("opencode", [7, 12]), ("codex", [4, 9])], ids=["chat completions", "responses"]
+)
+def test_calls_of_real_programs_fall_into_their_chains(tmp_path, name, summaries):
+    records = []
+    for number, line in enumerate((SESSIONS / f"{name}.sent.jsonl").read_text("utf-8").splitlines()):
+        call = json.loads(line)
+        if "input" in call:
+            tools = [{"type": "function", "name": each, "parameters": {}} for each in call["tools"]]
+            request = {"model": "m", "input": call["input"], "tools": tools}
+            response = {"object": "response", "id": f"r{number}", "status": "completed", "output": call["answer"]}
+            records.append({"request": request, "response": response, "session_id": "s"})
+        else:
+            tools = [{"type": "function", "function": {"name": each, "parameters": {}}} for each in call["tools"]]
+            records.append(chat(call["messages"], call["answer"], f"r{number}", tools=tools))
+    path = write(tmp_path, records)
+    assert detect(path).NAME == "chat"
+    (rollout,), _ = read(path)
+    assert [k for k, turn in enumerate(rollout.turns) if turn.purpose == "summary"] == summaries
+    for summary in summaries:  # trainable in a root of its own, and named by the call that goes on from it
+        assert rollout.turns[summary].trainable and rollout.turns[summary].chain != "main"
+        after = rollout.turns[summary + 1]
+        assert (after.chain, after.cause_turn) == ("main", summary)
+    assert {summary + 1 for summary in summaries} <= {turn for turn, _ in junctions(rollout)}
+
+
+def test_a_summary_that_nothing_goes_on_from_is_context_only(tmp_path):
+    first = [*GO, said(LONG), user("And?")]
+    wanted = [{"role": "system", "content": "You summarise."}, user("Summarise this conversation: " + LONG)]
+    bad, good = "A summary nobody liked, and too long.", "The village sells rope; salt comes next."
+    after = [GO[0], user(f"So far: {good}")]
+    log = [
+        chat(first, said("Salt."), "r1"),
+        chat(wanted, said(bad), "r2", tools=()),
+        chat(wanted, said(good), "r3", tools=()),
+        chat(after, said("Done."), "r4"),
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert [turn.trainable for turn in rollout.turns] == [True, False, True, True]
+    assert rollout.turns[3].cause_turn == 2 and rollout.turns[3].chain == "main"
+
+
+def responses(items, output, name, **more):
+    return {
+        "request": {"model": "m", "input": items, "instructions": "Be brief.", **more},
+        "response": {"object": "response", "id": name, "status": "completed", "output": output},
+        "session_id": "s",
+    }
+
+
+def text_item(text):
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+
+def test_a_previous_response_is_followed_in_the_log(tmp_path):
+    log = [
+        responses("Go", [text_item("Rope.")], "r1"),
+        responses([{"role": "user", "content": "And?"}], [text_item("Salt.")], "r2", previous_response_id="r1"),
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert not junctions(rollout)
+    assert decoded(rollout, 1).count("Be brief.") == 1 and "Rope." in decoded(rollout, 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (responses("And?", [text_item("Salt.")], "r2", previous_response_id="r9"), "'r9' is not in the log"),
+        (responses("Go", [text_item("Salt.")], "r2", conversation="conv_1"), "kept on the server"),
+        (responses([{"type": "compaction", "encrypted_content": "x"}], [text_item("a")], "r"), "encrypted compaction"),
+        (responses([{"type": "item_reference", "id": "x"}], [text_item("a")], "r"), "stored on the server"),
+        (
+            {
+                "request": {"model": "m", "messages": [user("Go")], "context_management": {}},
+                "response": {
+                    "type": "message",
+                    "content": [{"type": "text", "text": "Rope."}],
+                    "context_management": {"applied_edits": [{"type": "clear_tool_uses_20250919"}]},
+                },
+            },
+            r"server edited the context of this call \(clear_tool_uses_20250919\)",
+        ),
+        (chat([{"role": "user", "content": [{"type": "image_url"}]}], said("A cat."), "r"), "only text can become"),
+    ],
+)
+def test_what_the_server_keeps_or_is_no_text_is_refused_with_the_reason(tmp_path, record, reason):
+    log = [chat(GO, said("Rope."), "r1"), record]
+    rollouts, others = read(write(tmp_path, log))
+    (refusal,) = [each for each in others if isinstance(each, Refusal)]
+    assert refusal.line == 2
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(refusal.reason)
+    assert len(rollouts) == 1
+
+
+def anthropic(messages, blocks, name, **more):
+    return {
+        "request": {"model": "m", "messages": messages, "system": [{"type": "text", "text": "Be brief."}], **more},
+        "response": {"type": "message", "id": name, "role": "assistant", "content": blocks, "stop_reason": "end_turn"},
+        "session_id": "s",
+    }
+
+
+def test_anthropic_messages_read_as_chat(tmp_path):
+    use = {"type": "tool_use", "id": "t1", "name": "read", "input": {"path": "a"}}
+    given = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rope"}]}
+    thinking = {"type": "thinking", "thinking": "I look.", "signature": "x"}
+    tools = [{"name": "read", "input_schema": {"type": "object"}}]
+    turns = [user("Go"), {"role": "assistant", "content": [thinking, use]}, {"role": "user", "content": [given]}]
+    log = [
+        anthropic(turns[:1], [thinking, use], "m1", tools=tools),
+        anthropic(turns, [{"type": "text", "text": "Rope."}], "m2", tools=tools),
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert not junctions(rollout)
+    shown = decoded(rollout, 1)
+    assert shown.startswith('<|im_start|>system\nBe brief.\n{"type": "function", "function": {"name": "read"')
+    assert "<think>\nI look.\n</think>" in shown and "<|im_start|>tool\nrope<|im_end|>" in shown
+
+
+def test_hidden_thinking_makes_the_context_incomplete(tmp_path):
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Rope."}]
+    (rollout,), _ = read(write(tmp_path, [anthropic([user("Go")], blocks, "m1")]))
+    assert rollout.meta["context_incomplete"] == ["thinking (it is encrypted)"]
+
+
+def archive(*entries):
+    return {"log": {"version": "1.2", "creator": {"name": "x", "version": "1"}, "entries": list(entries)}}
+
+
+def entry(path, request, body, second, **content):
+    return {
+        "startedDateTime": f"2026-01-01T00:00:{second:02d}.000Z",
+        "request": {
+            "method": "POST",
+            "url": f"http://127.0.0.1:1/v1{path}?beta=true",
+            "headers": [{"name": "X-Session-Id", "value": "s7"}],
+            "postData": {"mimeType": "application/json", "text": json.dumps(request)},
+        },
+        "response": {"status": 200, "content": {"mimeType": "text/event-stream", "text": body, **content}},
+    }
+
+
+def events(*payloads):
+    return "".join(f"data: {json.dumps(payload)}\n\n" for payload in payloads) + "data: [DONE]\n\n"
+
+
+def test_streams_in_an_http_archive_are_put_together(tmp_path):
+    first = events(
+        *(
+            {"id": "r1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": word}}]}
+            for word in ("Ro", "pe.")
+        ),
+        {"id": "r1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    )
+    second = base64.b64encode(json.dumps(chat([], said("Salt."), "r2")["response"]).encode()).decode()
+    requests = [{"model": "m", "messages": GO}, {"model": "m", "messages": [*GO, said("Rope."), user("And?")]}]
+    value = archive(
+        entry("/chat/completions", requests[0], first, 1),
+        {"request": {"method": "GET", "url": "http://127.0.0.1:1/v1/models"}, "response": {"status": 200}},
+        entry("/chat/completions", requests[1], second, 2, encoding="base64"),
+        {**entry("/chat/completions", requests[1], "", 3), "response": {"status": 500}},
+    )
+    path = tmp_path / "calls.har"
+    path.write_text(json.dumps(value, indent=1))
+    assert detect(str(path)).NAME == "har"
+    (rollout,), others = read(str(path), reader=har)
+    assert rollout.id == "s7" and len(rollout.turns) == 2 and not junctions(rollout)
+    assert sorted(other.kind for other in others if isinstance(other, Remark)) == ["empty", "warning"]
+
+
+def test_an_archive_without_contents_says_what_to_do(tmp_path):
+    path = tmp_path / "calls.har"
+    path.write_text(json.dumps(archive(entry("/messages", {"model": "m", "messages": GO}, "", 1))))
+    rollouts, (refusal,) = read(str(path), reader=har)
+    assert not rollouts and "save the archive with its contents" in refusal.reason
+
+
+def test_calls_of_no_session_are_rollouts_by_what_they_share(tmp_path):
+    log = []
+    for name in ("north", "south"):
+        opening = [GO[0], user(f"Tell me of the village in the {name}, please.")]
+        log += [
+            chat(opening, said(f"The {name}ern one sells rope."), f"{name}1"),
+            chat([*opening, said(f"The {name}ern one sells rope."), user("And?")], said("Salt."), f"{name}2"),
+        ]
+    log = [log[0], log[2], log[1], log[3]]
+    for record in log:
+        del record["session_id"]
+    rollouts, _ = read(write(tmp_path, log))
+    assert [len(rollout.turns) for rollout in rollouts] == [2, 2]
+    assert not any(junctions(rollout) for rollout in rollouts)
+
+
+def with_ids(record, prompt, completion):
+    response = record["response"]
+    choice = {**response["choices"][0], "token_ids": completion}
+    return {**record, "response": {**response, "prompt_token_ids": prompt, "choices": [choice]}}
+
+
+def test_the_check_tells_other_text_from_other_tokens(tmp_path):
+    rendering = rendering_for("test", OPTIONS)
+    turn = rendering.turn(GO, said("Rope."), [READ])
+    prompt, completion = turn.prompt_ids.tolist(), turn.completion_ids.tolist()
+    spelt = [token for letter in "Rope." for token in rendering.encode(letter).tolist()] + completion[-1:]
+    other = rendering.encode("<|im_start|>user\nGone<|im_end|>\n").tolist()
+    record = chat(GO, said("Rope."), "r1")
+    log = [
+        with_ids(record, prompt, completion),
+        with_ids(record, prompt, spelt),
+        with_ids(record, other, completion),
+        record,
+    ]
+    skew = check_rendering(write(tmp_path, log), rendering)
+    assert (skew.calls, skew.skipped, skew.same_prompts, skew.same_completions) == (3, 1, 2, 2)
+    tokens, text = skew.differences
+    assert (tokens.line, tokens.part, tokens.kind, tokens.at) == (2, "completion", "tokens", _differ(spelt, completion))
+    assert (text.line, text.part, text.kind) == (3, "prompt", "text")
+    assert text.at == _differ(other, prompt)
+    report = skew.report()
+    assert "2 of 3 prompts and 2 of 3 completions are the recorded ids; 1 records skipped" in report
+    assert "line 3, prompt: other text from id" in report
+
+
+def _differ(left, right):
+    return next(k for k, (a, b) in enumerate(zip(left, right)) if a != b)
