@@ -10,7 +10,7 @@ import numpy as np
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.said import Said
 
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 def junction_detail(
@@ -23,7 +23,7 @@ def junction_detail(
         new = decode(call.prompt_ids)
         if old and new.startswith(old):
             return "retokenised"
-        if _THOUGHT.search(old) and _THOUGHT.sub("", new).startswith(_THOUGHT.sub("", old)):
+        if _THOUGHT.search(old) and _unthought(new).startswith(_unthought(old)):
             return "template"  # thinking, or an empty block of it, that the template writes only at the end
     if before.asked is None or call.asked is None:
         return "fold" if summarised else None
@@ -36,6 +36,11 @@ def junction_detail(
     if before.asked.system != call.asked.system and _alike(before.asked.messages, call.asked.messages):
         return "system_prompt"
     return _edited(before.asked.messages, call.asked.messages)
+
+
+def _unthought(text: str) -> str:
+    """Without thinking, and without white space, which templates put around it."""
+    return "".join(_THOUGHT.sub("", text).split())
 
 
 def _unedited(before: Call, call: Call, said: Sequence[Said]) -> str:
