@@ -115,3 +115,13 @@ def test_what_is_too_large_is_refused_by_the_compiler_and_something_smaller_foun
     assert not found["fits"] and found["fitting"]
     assert found["failure"] is None or found["failure"]["out_of_memory"]
     assert found["tried"][-1]["fits"] and found["tried"][-1]["remat"] in ("none", "attention", "full")
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_with_a_balanced_load(tmp_path: Path) -> None:
+    """With several micro-batches, what the routers do is summed before any gradient: one more function."""
+    experts = ("model.small.family=qwen3_moe", "model.small.head_dim=64", "loss.router_auxiliary=0.001")
+    (found,) = planned(tmp_path, "--topology", "v5e-4", *experts, "mesh.fsdp=2", "mesh.tensor=2")
+    assert found["fits"] and set(found["functions"]) == {"accumulate", "apply", "routing"}
+    (found,) = planned(tmp_path, "--topology", "v5e-4", *experts, "data.rollouts_per_step=4")
+    assert found["fits"] and set(found["functions"]) == {"accumulate", "apply"}

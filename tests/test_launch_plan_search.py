@@ -40,8 +40,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             {name: lambda: None for name in names},
             dict.fromkeys(names, GIB // 2),
             memory.Resident(GIB // 4, 0, GIB // 4, 0, 0, GIB // 4, 1000),
-            counted,
-            None,
+            {"accumulate": counted},
         )
 
     def compile_one(_: ahead.Lowering, name: str, devices: int) -> ahead.Program | ahead.Failure:
@@ -226,7 +225,7 @@ def test_causes_of_failures(text: str, out_of_memory: bool, needed: float | None
     def fail() -> None:
         raise RuntimeError(text)
 
-    lowering = ahead.Lowering({"accumulate": fail}, {"accumulate": 1}, None, None, None)  # type: ignore[arg-type]
+    lowering = ahead.Lowering({"accumulate": fail}, {"accumulate": 1}, None, {})  # type: ignore[arg-type]
     found = ahead.compile_one(lowering, "accumulate", 4)
     assert isinstance(found, ahead.Failure)
     assert (found.out_of_memory, found.needed, found.function) == (out_of_memory, needed, "accumulate")

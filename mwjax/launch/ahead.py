@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from mwjax import model
 from mwjax.launch import flops, hlo, memory, traffic
 from mwjax.launch.topologies import Slice
+from mwjax.losses import Balance
 from mwjax.model import sharding
 from mwjax.train import setup, state, trainable
 from mwjax.train.config import RunConfig
@@ -55,13 +56,12 @@ class Failure:
 @dataclass(frozen=True)
 class Lowering:
     """What there is to compile on a mesh, and what a device holds meanwhile. functions: each compiles when called;
-    arguments: bytes of theirs on a device; computed: of ``accumulate``; scoring: of ``score``, None without it."""
+    arguments: bytes of theirs on a device; computed: by them, over all devices (``apply`` is limited by memory)."""
 
     functions: Mapping[str, Callable[[], Any]]
     arguments: Mapping[str, int]
     resident: memory.Resident
-    computed: flops.Flops
-    scoring: flops.Flops | None
+    computed: Mapping[str, flops.Flops]
 
 
 def devices(slice_: Slice) -> list[Any]:
@@ -100,19 +100,30 @@ def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches:
     total = Total(
         _placed(shapes.gradients, placed), _placed(shapes.numerator, everywhere), _placed(shapes.metrics, everywhere)
     )
-    number = jax.ShapeDtypeStruct((), np.float32)
+    number: Any = jax.ShapeDtypeStruct((), np.float32)
     edges: Any = batch.rows.edges.parent
     ratios = None
     if step_config.loss.task == "policy_gradient" and step_config.loss.policy_gradient.algorithm == "gspo":
         ratios = jax.ShapeDtypeStruct(edges.shape, np.float32, sharding=edges.sharding)
+    reads = (current.params, batch.rows)
+    balance = None
+    if step_config.loss.router_auxiliary:
+        sums: Any = step.routing
+        alone = microbatches == 1
+        balance = Balance(number, None if alone else _placed(sums.func.eval_shape(kept, *reads), everywhere))
     called: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "accumulate": (step.accumulate, (current.params, total, batch, ratios, number, current.teacher)),
+        "accumulate": (step.accumulate, (current.params, total, batch, ratios, number, current.teacher, balance)),
         "apply": (step.apply, (current, total, number)),
     }
+    work = flops.work(setup.layout(config).shape, config.data.rows_per_microbatch, density)
+    computed = {"accumulate": flops.accumulate(step_config, trained, whole, work)}
     compares = setup.compares_with_initial(config)
     if compares or ratios is not None:
-        called["score"] = (step.score, (current.params, batch.rows))
-    work = flops.work(setup.layout(config).shape, config.data.rows_per_microbatch, density)
+        called["score"] = (step.score, reads)
+        computed["score"] = flops.score(step_config, whole, work)
+    if balance is not None and balance.routing is not None:
+        called["routing"] = (step.routing, reads)
+        computed["routing"] = flops.routing(step_config, whole, work)
     return Lowering(
         {name: _lowered(function, given) for name, (function, given) in called.items()},
         {name: memory.shard_bytes((_bound(function), given)) for name, (function, given) in called.items()},
@@ -125,8 +136,7 @@ def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches:
             gradients=memory.shard_bytes(total),
             batch=microbatches * memory.shard_bytes(batch),
         ),
-        flops.accumulate(step_config, trained, whole, work),
-        flops.score(step_config, whole, work) if "score" in called else None,
+        computed,
     )
 
 
@@ -193,17 +203,3 @@ def _batch(config: RunConfig, mesh: Mesh) -> Batch:
     one = split_context(collate([], [], setup.layout(config).shape, 1), mesh.shape[sharding.CONTEXT])
     batch = _rows(one, config.data.rows_per_microbatch)
     return _placed(batch, batch_shardings(batch, mesh))
-
-
-def changed(config: RunConfig, mesh: tuple[int, int, int, int], **options: Any) -> RunConfig:
-    """``config`` on another mesh, and with other ``rows_per_microbatch``, ``row_length`` or ``remat``. An
-    ``edges_per_row`` and other capacities beside the row length go with it."""
-    sizes = config.mesh.model_copy(update=dict(zip(sharding.AXES, mesh)))
-    remat = options.pop("remat", config.model.remat)
-    return config.model_copy(
-        update={
-            "mesh": sizes,
-            "model": config.model.model_copy(update={"remat": remat}),
-            "data": config.data.model_copy(update=options),
-        }
-    )

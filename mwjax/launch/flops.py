@@ -83,7 +83,8 @@ def accumulate(config: StepConfig, trained: Any, whole: Any, work: Work) -> Flop
     table = shape.vocab_size * shape.width
     changed_table = table if ("embedding" if shape.tied else "unembedding") in trained else 0
     per_pair = 2 * shape.layers * shape.heads * shape.head_dim
-    last = matrices(shape, whole, "down")  # the last product of a layer: its result has no part in a gradient
+    # The result of a layer's last product has no part in a gradient, but for experts: in that of their weight.
+    last = matrices(shape, whole, "down") if shape.experts is None else 0.0
     attention = config.attention if isinstance(config.attention, str) else ""
     again = _ATTENTION_AGAIN.get(attention, 0) + (2 if config.remat == "full" else 0)
     counted = {
@@ -112,3 +113,9 @@ def score(config: StepConfig, whole: Any, work: Work) -> Flops:
         "unembedding": work.edges * 2 * shape.vocab_size * shape.width,
     }
     return Flops(counted, {})
+
+
+def routing(config: StepConfig, whole: Any, work: Work) -> Flops:
+    """Of what routers do with one micro-batch, before its gradients: a forward pass that is computed again."""
+    forward = score(config, whole, work).model
+    return Flops({}, {name: forward[name] for name in ("layers", "attention")})

@@ -27,7 +27,7 @@ class Plan:
     """A configuration on a slice. config: as compiled; chosen: what was chosen in place of what the configuration says,
     as KEY=VALUE; rows_a_step: full ones, the rest of the micro-batches is padding; programs: the functions that were
     compiled; failure: the one that was not; peak: the fullest moment of a step on one device, None where nothing was
-    compiled; limits: of one run of each function; estimate: of a step, None where not all was compiled. seconds:
+    compiled; flops, limits: of one run of each function; estimate: of a step, None where not all was compiled. seconds:
     compiling took."""
 
     slice: Slice
@@ -41,7 +41,7 @@ class Plan:
     failure: ahead.Failure | None
     resident: memory.Resident | None
     peak: memory.Peak | None
-    flops: flops.Flops | None
+    flops: dict[str, flops.Flops]
     limits: dict[str, roofline.Limits]
     estimate: roofline.Estimate | None
     seconds: float
@@ -212,7 +212,7 @@ def _assess(
         failure=failure,
         resident=None if lowering is None else lowering.resident,
         peak=peak,
-        flops=None if lowering is None else lowering.computed,
+        flops={} if lowering is None else dict(lowering.computed),
         limits=limits,
         estimate=_estimate(slice_, lowering, limits, config, rows_a_step) if complete and lowering else None,
         seconds=time.perf_counter() - begun,
@@ -222,9 +222,7 @@ def _assess(
 def _limits(
     slice_: Slice, lowering: ahead.Lowering, programs: Sequence[ahead.Program], devices: int
 ) -> dict[str, roofline.Limits]:
-    computed = {"accumulate": lowering.computed.total}
-    if lowering.scoring is not None:
-        computed["score"] = lowering.scoring.total
+    computed = {name: counted.total for name, counted in lowering.computed.items()}
     return {
         program.name: roofline.limits(
             slice_.generation,
@@ -243,7 +241,7 @@ def _estimate(
     """Of a step of ``rows`` full rows; what else its micro-batches hold is padding, and counts for nothing."""
     microbatches = -(-rows // config.data.rows_per_microbatch)
     each = sum(one.seconds for name, one in limits.items() if name != "apply")
-    counted = sum(lowering.computed.model.values()) + sum(lowering.scoring.model.values() if lowering.scoring else ())
+    counted = sum(sum(function.model.values()) for function in lowering.computed.values())
     return roofline.estimate(
         slice_.generation,
         config.mesh.devices,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mwjax.launch import plan
@@ -23,7 +24,7 @@ def show(planned: plan.Planned, console: Console) -> None:
     _show_plan(planned.asked, console)
     for other in planned.tried:
         if not other.fits:
-            console.print(f"  tried: {plan.describe(other.config)}: {_verdict(other)}")
+            console.print(f"  tried: {plan.describe(other.config)}: {_verdict(other)}", markup=False)
     found = planned.fitting
     if found is not None and found is not planned.asked:
         console.print(f"\nThe nearest that fits: {' '.join(found.chosen) or 'as configured'}")
@@ -39,14 +40,14 @@ def show(planned: plan.Planned, console: Console) -> None:
 def _show_plan(made: plan.Plan, console: Console) -> None:
     config, slice_ = made.config, made.slice
     console.print(f"\n[bold]{slice_.describe()}[/]")
+    name = "small random model" if config.model.path is None else escape(config.model.path)
     console.print(
-        f"  {config.model.path or 'small random model'}, {setup.method(config)}, {config.loss.task}; "
-        f"{plan.describe(config)}; {made.rows_a_step} rows a step in {made.microbatches} micro-batches; "
-        f"attention {config.model.attention}, {config.model.dtype}"
+        f"  {name}, {setup.method(config)}, {config.loss.task}; {plan.describe(config)}; "
+        f"{made.rows_a_step} rows a step in {made.microbatches} micro-batches; attention {config.model.attention}, {config.model.dtype}"
     )
     if made.chosen:
         console.print(f"  chosen here: {' '.join(made.chosen)}")
-    console.print(f"  {_verdict(made)}", style="bold green" if made.fits else "bold red")
+    console.print(f"  {_verdict(made)}", markup=False, style="bold green" if made.fits else "bold red")
     if made.peak is not None:
         console.print(_memory_table(made))
     if made.programs:
@@ -125,12 +126,12 @@ def _collectives_table(made: plan.Plan) -> Table:
 
 
 def _show_estimate(made: plan.Plan, console: Console) -> None:
-    if made.flops is not None:
-        model, again = sum(made.flops.model.values()), sum(made.flops.again.values())
-        parts = ", ".join(f"{name} {value:.3g}" for name, value in made.flops.model.items())
+    for name, counted in made.flops.items():
+        model, again = sum(counted.model.values()), sum(counted.again.values())
+        parts = ", ".join(f"{part} {value:.3g}" for part, value in counted.model.items())
         console.print(
-            f"  FLOPs of a micro-batch, all devices: {model:.4g} ({parts}) and {again:.3g} computed again; attention "
-            f"over {made.density:g} of a causal row's pairs, rows taken as full"
+            f"  FLOPs of {name}, all devices: {model:.4g} ({parts}) and {again:.3g} computed again; attention over "
+            f"{made.density:g} of a causal row's pairs"
         )
     if made.estimate is not None:
         found = made.estimate
@@ -191,7 +192,7 @@ def _values(made: plan.Plan) -> dict[str, Any]:
         "memory": None
         if made.peak is None
         else {"function": made.peak.function, "total": made.peak.total, **made.peak.kinds},
-        "flops": None if made.flops is None else made.flops._asdict(),
+        "flops": {name: counted._asdict() for name, counted in made.flops.items()},
         "functions": {
             program.name: {
                 "compile_seconds": program.seconds,

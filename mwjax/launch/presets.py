@@ -26,6 +26,16 @@ _QWEN25: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 _LONG = {"rope_theta": 5e6, "max_position_embeddings": 262144}
 
 
@@ -45,6 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-8B": _sized(_QWEN3, 4096, 12288, 36, 32),
     "Qwen/Qwen3-14B": _sized(_QWEN3, 5120, 17408, 40, 40),
     "Qwen/Qwen3-32B": _sized(_QWEN3, 5120, 25600, 64, 64),
+    "Qwen/Qwen3-30B-A3B": _sized(_QWEN3_MOE, 2048, 6144, 48, 32),
     "Qwen/Qwen2.5-3B": _sized(
         _QWEN25, 2048, 11008, 36, 16, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True
     ),
