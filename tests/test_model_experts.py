@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
+import subprocess
+import sys
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -18,6 +23,7 @@ from mwjax.model.experts import Routing, _mixture
 from tests import eight_devices
 
 WIDTH, EXPERTS, INNER = 12, 6, 10
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of the time these tests take
 
 
 def weights(skew: float = 0.0) -> dict[str, jax.Array]:
@@ -52,9 +58,10 @@ def dense(block: dict[str, jax.Array], x: jax.Array, per_token: int, normalised:
     return out.reshape(x.shape), Routing(weight @ chosen, weight @ probability)
 
 
-@pytest.mark.parametrize("per_token", [1, 3, EXPERTS])
-@pytest.mark.parametrize("normalised", [True, False])
-@pytest.mark.parametrize("skew", [0.0, 40.0])
+@pytest.mark.parametrize(
+    ("per_token", "normalised", "skew"),
+    [(1, False, 0.0), (3, True, 0.0), (3, False, 40.0), (1, True, 40.0), (EXPERTS, True, 0.0)],
+)
 def test_values_and_gradients_are_those_of_a_loop_over_all_experts(per_token, normalised, skew):
     """However uneven the load: with the skew some experts get all tokens and others none, and none is dropped."""
     with jax.enable_x64(True):
@@ -70,7 +77,8 @@ def test_values_and_gradients_are_those_of_a_loop_over_all_experts(per_token, no
             return jnp.sin(out).sum() + (routing.probability**2).sum(), (out, routing)
 
         def run(function):
-            return jax.jit(jax.value_and_grad(partial(loss, function), (0, 1), has_aux=True))(weights(skew), x)
+            gradients = jax.value_and_grad(partial(loss, function), (0, 1), has_aux=True)
+            return jax.jit(gradients, compiler_options=QUICK)(weights(skew), x)
 
         got, expected = run(ours), run(partial(dense, per_token=per_token, normalised=normalised))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-10), got, expected)
@@ -89,7 +97,7 @@ def test_gradient_of_the_experts_weights_on_tpus(sizes):
     rows, gradient = (rng.standard_normal((600, size)).astype(np.float32) for size in (24, 130))
     rows[sum(sizes) :] = gradient[sum(sizes) :] = np.nan
     starts = np.cumsum([0, *sizes])
-    expected = [rows[a:b].T @ gradient[a:b] for a, b in zip(starts, starts[1:])]
+    expected = [rows[a:b].T @ gradient[a:b] for a, b in itertools.pairwise(starts)]
     got = grouped._to_matrices_tpu(rows, gradient, jnp.asarray(sizes, jnp.int32), interpret=True)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -109,19 +117,18 @@ def value_and_gradients(**options: Any) -> Any:
         hidden, routing = model.forward_routed(params, config, *rows, weight, **options)
         return (hidden.astype(jnp.float32) ** 2 * jnp.arange(16)).mean() + losses.load_balance(routing), routing
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(params)
 
 
 def test_scan_remat_and_bfloat16():
     (value, routing), gradients = expected = value_and_gradients()
     assert routing.load.shape == (2, 8) and float(routing.probability.sum()) == pytest.approx(2 * 44)
-    for options in ({"remat": "full"}, {"remat": "attention", "scan": False}):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(abs(b).max())),
-            value_and_gradients(**options),
-            expected,
-        )
-    (low, _), narrow = value_and_gradients(dtype=jnp.bfloat16)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(abs(b).max())),
+        value_and_gradients(remat="attention", scan=False),
+        expected,
+    )
+    (low, _), narrow = value_and_gradients(dtype=jnp.bfloat16, remat="full")
     assert float(low) == pytest.approx(float(value), rel=0.05)
     leaves = jax.tree.leaves(narrow), jax.tree.leaves(gradients)
     assert all(leaf.dtype == jnp.float32 for leaf in leaves[0])
@@ -133,8 +140,9 @@ def test_decoding_with_a_cache_routes_as_the_whole_sequence_does():
     config, params, (tokens, positions, until) = decoder()
     expected = model.forward(params, config, tokens, positions, until)
     cache = model.init_cache(config, 2, 24)
-    first, cache = model.decode_step(params, config, tokens[:, :20], positions[:, :20], cache)
-    rest, _ = model.decode_step(params, config, tokens[:, 20:], positions[:, 20:], cache)
+    step = jax.jit(model.decode_step, static_argnums=1, compiler_options=QUICK)
+    first, cache = step(params, config, tokens[:, :12], positions[:, :12], cache)
+    rest, _ = step(params, config, tokens[:, 12:], positions[:, 12:], cache)
     np.testing.assert_allclose(jnp.concatenate([first, rest], axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -164,6 +172,25 @@ def test_load_balance_by_hand():
     assert sum(float(losses.load_balance(part, whole)) for part in parts) == pytest.approx(3 * (f * p).sum(), rel=1e-6)
     even = Routing(jnp.full((2, 3), 2.0), jnp.full((2, 3), 1.0))
     assert float(losses.load_balance(even)) == pytest.approx(2.0)  # experts per token
+
+
+def test_descending_the_term_evens_the_load():
+    """From a router that sends every token to the same expert, and most to the same second one."""
+    block, x = weights(skew=3.0), jax.random.normal(jax.random.key(1), (4, 32, WIDTH)).at[..., 0].set(1.0)
+    rest = {name: leaf for name, leaf in block.items() if name != "router"}
+
+    def loss(router):
+        everything = jnp.ones(x.shape[:2])
+        routing = _mixture(x, everything, router, **rest, per_token=2, normalised=True, split=False)[1]
+        return losses.load_balance(jax.tree.map(lambda leaf: leaf[None], routing)), routing.load
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
+    router, (_, first) = block["router"], step(block["router"])[0]
+    for _ in range(600):
+        (value, load), gradient = step(router)
+        router = router - 2.0 * gradient
+    assert max(first) == 4 * 32
+    assert max(load) < 1.5 * 4 * 32 * 2 / 6 and 1.95 < float(value) < 2.1
 
 
 def test_router_metrics():
@@ -203,9 +230,8 @@ def run(sizes):
     order = jnp.tile(jnp.arange(16), (4, 1)) if sizes[3] > 1 else None
 
     def loss(params):
-        hidden, routing = model.forward_routed(
-            params, config, tokens, positions, until, weight, dtype="float64", mesh=split, index=order, remat="attention"
-        )
+        rows, options = (tokens, positions, until, weight), {"dtype": "float64", "remat": "attention"}
+        hidden, routing = model.forward_routed(params, config, *rows, mesh=split, index=order, **options)
         return (jnp.sin(hidden) * jnp.arange(16)).sum() + 3 * losses.load_balance(routing), routing
 
     result = jax.jit(jax.value_and_grad(loss, has_aux=True))(placed)
@@ -230,10 +256,73 @@ def compare_devices(meshes: list[tuple[int, ...]]) -> None:
 
 
 def test_experts_spread_over_eight_devices():
-    """More experts on a device than a token chooses, and, split over eight, one."""
     compare_devices([(1, 2, 2, 2)])
 
 
 @pytest.mark.slow
 def test_experts_spread_over_eight_devices_in_other_ways():
     compare_devices([(1, 4, 2, 1), (2, 2, 1, 2), (1, 1, 2, 4), (4, 1, 2, 1)])
+
+
+COMPILED = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from mwjax import losses, model
+from mwjax.model import sharding
+
+topology, dtype = sys.argv[1:]
+mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=topologies.get_topology_desc(topology, "tpu").devices)
+experts = model.Experts(count=32, per_token=4, width=384)
+config = model.small_config(512, 1, 512, family="qwen3_moe", experts=experts)
+place = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+params = jax.tree.map(
+    lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+    model.abstract_params(config), sharding.shardings(model.logical_axes(config), mesh),
+)
+rows = place((4, 2048), jnp.int32, sharding.TOKENS)
+
+def gradients(params, tokens, positions, until, weight):
+    def loss(params):
+        attention = lambda query, key, value, *_: query  # only the experts are of interest
+        rows = tokens, positions, until, weight
+        hidden, routing = model.forward_routed(params, config, *rows, attention=attention, dtype=dtype, mesh=mesh)
+        return hidden.astype(jnp.float32).sum() + losses.load_balance(routing)
+    return jax.grad(loss)(params)
+
+compiled = jax.jit(gradients).lower(params, rows, rows, rows, place((4, 2048), jnp.float32, sharding.TOKENS)).compile()
+pairs = 2 * 2048 * 4  # of one device: its rows times the experts of each token
+print(json.dumps([compiled.cost_analysis()["flops"] / (3 * 3 * 2 * pairs * 512 * 384), "tgmm" in compiled.as_text()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="compiles with libtpu, of the extra 'tpu'")
+@pytest.mark.parametrize(
+    ("topology", "dtype"),
+    [("v5e:2x2", "bfloat16"), ("v5e:2x2", "float32"), ("v5p:2x2x1", "bfloat16"), ("v6e:2x2", "bfloat16")],
+)
+def test_on_tpus_the_work_is_that_of_the_chosen_experts(topology, dtype):
+    """By XLA's TPU compiler: three products of three matrices, forward and backward, and little else. Were every
+    expert applied to every pair, the work of one of the products alone would be 16 times as much."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED, topology, dtype],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(eight_devices.ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_WORKER_ID": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    work, kernel = json.loads(done.stdout.splitlines()[-1])
+    assert kernel
+    assert 1 < work < 1.4

@@ -27,9 +27,10 @@ from tests.training_runs import VOCABULARY, microbatches
 jax.config.update("jax_enable_x64", True)
 path, meshes, changes = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 policy = losses.PolicyGradientConfig("gspo", 0.3, 0.4, kl_coefficient=0.1)
+loss = losses.LossConfig("policy_gradient", policy, router_auxiliary=changes.pop("router_auxiliary", 0.0))
 lora = model.LoRA(2, 4.0) if changes.pop("lora", False) else None
 shape = dataclasses.replace(model.small_config(VOCABULARY, layers=2, width=16, **changes), lora=lora)
-config = StepConfig(shape, losses.LossConfig("policy_gradient", policy), sdcc=True, dtype="float64", remat="attention")
+config = StepConfig(shape, loss, sdcc=True, dtype="float64", remat="attention")
 params = model.init(shape, jax.random.key(1), jnp.float64)
 if lora:  # B begins at zero: where nothing flows, nothing is compared
     params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(2), leaf.shape), params)
@@ -80,6 +81,7 @@ for sizes in meshes:
 """
 
 BIASED = {"family": "qwen2", "tied": False}
+EXPERTS = {"family": "qwen3_moe", "router_auxiliary": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,9 @@ BIASED = {"family": "qwen2", "tied": False}
         ([(2, 2, 2, 1), (1, 2, 1, 4)], {}),
         pytest.param([(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 4), (1, 2, 2, 2)], BIASED, marks=pytest.mark.slow),
         pytest.param([(1, 4, 2, 1), (2, 1, 2, 2)], {"lora": True}, marks=pytest.mark.slow),
+        pytest.param([(1, 2, 2, 2), (2, 2, 2, 1), (1, 4, 1, 2)], EXPERTS, marks=pytest.mark.slow),
     ],
-    ids=["qwen3", "untied with biases", "lora"],
+    ids=["qwen3", "untied with biases", "lora", "experts"],
 )
 def test_eight_devices_compute_what_one_computes(tmp_path: Path, meshes: Any, changes: dict[str, Any]) -> None:
     printed = eight_devices.run(SCRIPT, write(tmp_path), json.dumps(meshes), json.dumps(changes))

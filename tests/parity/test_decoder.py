@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from mwjax import model
+from mwjax.losses import load_balance
 from mwjax.losses.logprobs import edge_logprobs
 from tests.parity.both import CONFIGS, Row, causal_row, load_theirs, run_ours, run_theirs, tree_row, write_folder
 
@@ -52,7 +54,7 @@ def test_the_tree_mask_matters(tmp_path):
     assert np.abs(boolean.numpy() - ours).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["qwen3 tied", "qwen2", "llama llama3"])
+@pytest.mark.parametrize("name", ["qwen3 tied", "qwen2", "llama llama3", "qwen3_moe"])
 def test_gradients_under_a_tree_mask(name, tmp_path):
     """Of a weighted sum of edge log-probs, with respect to every parameter."""
     folder = write_folder(tmp_path / "model", CONFIGS[name])
@@ -91,3 +93,31 @@ def test_gradients_under_a_tree_mask(name, tmp_path):
         np.testing.assert_allclose(gradient, other, rtol=0, atol=TOLERANCE * scale, err_msg=jax.tree_util.keystr(path))
 
     jax.tree_util.tree_map_with_path(compare, ours, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe tied, not normalised"])
+def test_load_balancing_loss_and_its_gradient(name, tmp_path):
+    """With padding, which neither counts; theirs sees the same row under the same tree mask."""
+    folder = write_folder(tmp_path / "model", CONFIGS[name])
+    theirs, row = load_theirs(folder), tree_row()
+    counted = np.ones(len(row.tokens), np.float32)
+    counted[-9:] = 0
+    logits = theirs.model(**row.theirs(), use_cache=False, output_router_logits=True).router_logits
+    sizes = CONFIGS[name]["num_experts"], CONFIGS[name]["num_experts_per_tok"]
+    expected = load_balancing_loss_func(logits, *sizes, torch.tensor(counted[None]))
+    expected.backward()
+    config, params = model.load(folder)
+
+    def loss(params):
+        return load_balance(model.forward_routed(params, config, *row.ours(), jnp.asarray(counted[None]))[1])
+
+    ours, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    np.testing.assert_allclose(ours, expected.item(), rtol=1e-5)
+    for number, layer in enumerate(theirs.model.layers):
+        router = layer.mlp.gate.weight.grad.numpy().T
+        assert np.abs(router).max() > 1e-4
+        np.testing.assert_allclose(gradients["layers"]["feed_forward"]["router"][number], router, rtol=0, atol=1e-6)
+        down = layer.mlp.experts.down_proj.grad  # the last layer's experts are seen by no router
+        if number < config.layers - 1:
+            ours_down = gradients["layers"]["feed_forward"]["down"][number].swapaxes(1, 2)
+            np.testing.assert_allclose(ours_down, down.numpy(), rtol=0, atol=1e-6)
