@@ -244,19 +244,33 @@ def test_what_is_there_is_kept(written, tmp_path, capsys):
     bad.write_text("{}\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
+    set_and_more = tmp_path / "more"
+    pack_rollouts([written], set_and_more)
+    (set_and_more / "notes.txt").write_text("keep")
     for arguments, said in (
         ([written, "--out", folder], "it is a packed set already; --overwrite replaces it"),
         ([bad, "--out", folder, "--overwrite"], "no usable rollout in .*bad.jsonl: 1 refused; .*id: missing"),
         ([tmp_path / "none", "--out", folder, "--overwrite"], "there is no such file or folder"),
         ([written, "--out", tmp_path / "mine", "--overwrite"], "the folder holds something else"),
+        ([written, "--out", set_and_more, "--overwrite"], "it holds notes.txt too, which is no part of a packed set"),
         ([written, "--out", bad], "it is a file; give a folder"),
         ([written, "--out", "gs://bucket/set"], "ArrayRecord writes and reads local files only"),
     ):  # fmt: skip
         assert command("pack-data", *arguments) == 2
         assert re.search(said, capsys.readouterr().err)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "mine", "rollouts.jsonl", "set"]
+    assert (tmp_path / "mine" / "notes.txt").read_text() == (set_and_more / "notes.txt").read_text() == "keep"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "mine", "more", "rollouts.jsonl", "set"]
+
+
+def test_a_file_given_twice_is_taken_once(written, tmp_path):
+    layout = Layout("packed", RowShape(4096, 4096))
+    index = scan([str(written), str(written)], layout)
+    assert (len(index.ids), len(index.refused)) == (12, 12)
+    assert "id: 'r0' stands in" in str(index.refused[0])
+    twice = pack_rollouts([written, written], tmp_path / "set")
+    assert (twice.rollouts, len(twice.refused)) == (12, 12)
+    assert len(scan([str(tmp_path / "set")] * 2, layout).ids) == 12
 
 
 def test_killed_half_way_nothing_is_taken_for_a_set(written, tmp_path):
@@ -301,6 +315,9 @@ def test_a_damaged_set_is_named(written, tmp_path):
         PackedRollouts(folder)[0]
     (folder / "rollouts.json").write_text(json.dumps({**table, "format": "mwjax packed rollouts, 9"}))
     with pytest.raises(RolloutFileError, match="has the format 'mwjax packed rollouts, 9', this mwjax reads"):
+        PackedRollouts(folder)
+    (folder / "rollouts.json").write_text(json.dumps({key: table[key] for key in table if key != "ids"}))
+    with pytest.raises(RolloutFileError, match=r"is damaged \(ids: missing\); copy or pack the set again"):
         PackedRollouts(folder)
     (folder / "rollouts.json").write_text(json.dumps(table)[:-20])
     with pytest.raises(RolloutFileError, match=r"is damaged .*; copy or pack the set again"):

@@ -127,3 +127,10 @@ def test_the_example_configurations_load_and_say_what_they_set() -> None:
         config = load.load(str(file))
         assert isinstance(config, RunConfig)
         assert set(yaml.safe_load(file.read_text())) <= set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize("seed", ["-1", str(1 << 32)])
+@pytest.mark.parametrize("key", ["data.seed", "model.small.seed", "model.lora.seed"])
+def test_a_seed_has_32_bits(key: str, seed: str) -> None:
+    (line,) = errors("model.path=null", "model.small.vocab_size=9", f"{key}={seed}")
+    assert key in line and ("less than 4294967296" in line or "greater than or equal to 0" in line)

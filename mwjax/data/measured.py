@@ -22,6 +22,7 @@ from mwjax.data.index import Index, Layout, Source
 from mwjax.rollouts import PackedRollouts, RolloutFileError
 from mwjax.rollouts.storage import replacing
 
+MEASURED = "measured-*.npz"  # the files, by key
 PLAIN = ("rewards", "groups", "edges", "sampled", "contents", "view_tokens", "trie_tokens")
 RAGGED = ("units", "needs")
 
@@ -69,7 +70,7 @@ def _file(sources: Sequence[Source], layout: Layout) -> Path | None:
         return None
     known = [[one.digest for one in sets], sets[0].vocab_size, dataclasses.asdict(layout), _code()]
     key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
-    return Path(sets[0].path).expanduser() / f"measured-{key}.npz"
+    return Path(sets[0].path).expanduser() / MEASURED.replace("*", key)
 
 
 @functools.cache

@@ -8,12 +8,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 
+from mwjax.data.measured import MEASURED
 from mwjax.rollouts import Refusal, Rollout, RolloutFileError
 from mwjax.rollouts.packed import FORMAT, SUFFIX, TABLE
 from mwjax.rollouts.packed_record import encode, largest_id
@@ -104,15 +106,15 @@ def _usable(
             if isinstance(item, Refusal):
                 refused.append(item)
                 continue
-            here = f"{path}, line {line}"
             try:
                 build(item)
             except TreeError as error:
                 refused.append(Refusal(str(path), line, error.field, str(error)))
                 continue
-            if places.setdefault(item.id, here) != here:
+            if item.id in places:
                 refused.append(Refusal(str(path), line, "id", f"{item.id!r} stands in {places[item.id]} already"))
                 continue
+            places[item.id] = f"{path}, line {line}"
             yield number, line, item
 
 
@@ -180,5 +182,16 @@ def _check_free(folder: epath.PathLike, overwrite: bool) -> None:
         raise RolloutFileError(f"cannot write {folder}: the folder holds something else; give another one")
     if target.is_dir() and (target / TABLE).exists() and not overwrite:
         raise RolloutFileError(f"cannot write {folder}: it is a packed set already; --overwrite replaces it")
+    if foreign := _foreign(target) if target.is_dir() else []:
+        raise RolloutFileError(
+            f"cannot replace {folder}: it holds {foreign[0]} too, which is no part of a packed set; move that away, or "
+            "give another folder"
+        )
     if target.exists() and not target.is_dir():
         raise RolloutFileError(f"cannot write {folder}: it is a file; give a folder")
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What lies in a folder beside the files of a packed set."""
+    own = (TABLE, f"*{SUFFIX}", MEASURED, ".*")
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() or not any(fnmatch(p.name, name) for name in own))

@@ -51,11 +51,10 @@ def scan(
             field = error.field if isinstance(error, TreeError) else "turns"
             left_out.append((file, place, field, str(error)))
             continue
-        here = f"{paths[file]}, line {source.line(place)}"
-        first = names.setdefault(rollout.id, here)
-        if first != here:
-            left_out.append((file, place, "id", f"{rollout.id!r} stands in {first} already"))
+        if rollout.id in names:
+            left_out.append((file, place, "id", f"{rollout.id!r} stands in {names[rollout.id]} already"))
             continue
+        names[rollout.id] = f"{paths[file]}, line {source.line(place)}"
         found.append(rollout)
     index = _index(sources, layout, found, tuple(left_out))
     if not found:

@@ -22,6 +22,7 @@ from mwjax.rollouts.storage import is_local
 TABLE = "rollouts.json"
 SUFFIX = ".array_record"
 FORMAT = "mwjax packed rollouts, 1"
+KEYS = ("digest", "files", "sources", "ids", "largest_ids", "source", "line")  # what the table holds besides
 
 
 def is_packed(path: epath.PathLike) -> bool:
@@ -164,4 +165,8 @@ def _table(path: str) -> dict[str, Any]:
     found = table.get("format") if isinstance(table, dict) else None
     if found != FORMAT:
         raise RolloutFileError(f"cannot read {path}: {TABLE} has the format {found!r}, this mwjax reads {FORMAT!r}")
+    if missing := [key for key in KEYS if key not in table]:
+        raise RolloutFileError(
+            f"cannot read {name}: it is damaged ({', '.join(missing)}: missing); copy or pack the set again"
+        )
     return table

@@ -10,6 +10,7 @@ Method = Literal["naive_compressed", "naive_full", "logittree", "packed", "union
 Task = Literal["sft", "memorywalker", "memagent", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # jax keeps 32 bits of one, numpy takes none below 0
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -55,7 +56,7 @@ class DataConfig(Section):
         "false: the order of the other methods.",
     )
     workers: Count = Field(default=0, description="Processes that build the rows; 0: threads of this one.")
-    seed: int = Field(
+    seed: Seed = Field(
         default=0, description="Order of the rollouts; a batch is a pure function of it, the epoch and the step."
     )
     epochs: Positive = Field(default=1, description="Passes over the rollouts; unused where data.steps is given.")
@@ -93,7 +94,7 @@ class SmallModel(Section):
         default=None, description="qwen3_moe only: inner width of an expert; null: a quarter of that of SwiGLU."
     )
     tied: bool = Field(default=True, description="Whether the output layer is the embedding.")
-    seed: int = Field(default=0, description="Seed of the random weights.")
+    seed: Seed = Field(default=0, description="Seed of the random weights.")
 
     @model_validator(mode="after")
     def _check(self) -> SmallModel:
@@ -120,7 +121,7 @@ class LoRASection(Section):
         min_length=1,
         description="The matrices of every layer that get one; of mixtures of experts not gate, up and down.",
     )
-    seed: int = Field(default=0, description="Seed of the random half of an adapter; the other half begins at zero.")
+    seed: Seed = Field(default=0, description="Seed of the random half of an adapter; the other half begins at zero.")
 
     @field_validator("targets")
     @classmethod

@@ -17,7 +17,7 @@ from mwjax import data, losses, model
 from mwjax.losses.advantages import Aggregation
 from mwjax.train import load, trainable
 from mwjax.train.config import LossConfig, ModelSection, RunConfig, SmallModel
-from mwjax.train.mesh import WHOLE, Share
+from mwjax.train.mesh import WHOLE, Share, replicated
 from mwjax.train.step import StepConfig, on_mesh, parameter_shardings
 from mwjax.tree import RowShape
 
@@ -94,10 +94,13 @@ def _base(config: ModelSection, mesh: Mesh | None) -> tuple[model.ModelConfig, A
 
 
 def _made(init: Callable[[jax.Array], Any], shape: model.ModelConfig, mesh: Mesh | None, seed: int) -> Any:
-    """Random parameters, each made where it lies."""
+    """Random parameters, the same to the bit on any mesh: made whole on every device and then cut (compiled for a part
+    of an array, the numbers differ in the last bit, and a run could not be continued on another mesh)."""
     key = jax.random.key(seed)
-    placed = None if mesh is None else _placed(mesh, shape, jax.eval_shape(init, key))
-    return jax.jit(init, out_shardings=placed)(key)
+    if mesh is None:
+        return jax.jit(init)(key)
+    placed = _placed(mesh, shape, jax.eval_shape(init, key))  # raises before anything is made
+    return jax.device_put(jax.jit(init, out_shardings=replicated(mesh))(key), placed)
 
 
 def _placed(mesh: Mesh, shape: model.ModelConfig, params: Any) -> Any:
