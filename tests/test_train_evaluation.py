@@ -235,3 +235,15 @@ def test_eight_devices_evaluate_as_one(tmp_path: Path) -> None:
     devices, one, eight = json.loads(done.stdout.splitlines()[-1])
     assert devices == 8
     assert eight == pytest.approx(one, rel=1e-6)
+
+
+def test_losses_on_other_held_out_rollouts_do_not_rank_a_checkpoint() -> None:
+    rows = [
+        {"step": 2, "loss": 1.0, "contents": "a"},
+        {"step": 4, "loss": 3.0, "contents": "b"},
+        {"step": 6, "loss": 2.0, "contents": "b"},
+    ]
+    assert metrics_log.scores(rows) == {4: 3.0, 6: 2.0}
+    assert metrics_log.scores(rows[:1]) == {2: 1.0}
+    assert metrics_log.scores([]) == {}
+    assert metrics_log.scores([{"step": 1, "loss": 5.0}, {"step": 2, "loss": None}]) == {1: 5.0}

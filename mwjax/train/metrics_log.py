@@ -38,8 +38,9 @@ def read(run_dir: epath.PathLike, file: str = FILE, until: int | None = None) ->
 
 def scores(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Step -> loss, of the rows that have one: a step's training loss, or the loss on held-out rollouts of the weights
-    after it. Lower is better."""
-    return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+    after it. Lower is better. Of evaluations, those of the newest one's rollouts: losses on others do not compare."""
+    held_out = rows[-1].get("contents") if rows else None
+    return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None and row.get("contents") == held_out}
 
 
 def truncate(run_dir: epath.PathLike, step: int, file: str = FILE) -> None:
