@@ -175,8 +175,8 @@ def test_load_balance_by_hand():
 
 
 def test_descending_the_term_evens_the_load():
-    """From a router that sends every token to the same expert, and most to the same second one."""
-    block, x = weights(skew=3.0), jax.random.normal(jax.random.key(1), (4, 32, WIDTH)).at[..., 0].set(1.0)
+    """From a router that sends most tokens to the same expert, and one to another."""
+    block, x = weights(skew=1.0), jax.random.normal(jax.random.key(1), (4, 32, WIDTH)).at[..., 0].set(1.0)
     rest = {name: leaf for name, leaf in block.items() if name != "router"}
 
     def loss(router):
@@ -186,11 +186,12 @@ def test_descending_the_term_evens_the_load():
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
     router, (_, first) = block["router"], step(block["router"])[0]
-    for _ in range(600):
+    for _ in range(300):
         (value, load), gradient = step(router)
-        router = router - 2.0 * gradient
-    assert max(first) == 4 * 32
-    assert max(load) < 1.5 * 4 * 32 * 2 / 6 and 1.95 < float(value) < 2.1
+        router = router - 0.3 * gradient
+    assert (max(first), min(first)) == (114, 1)
+    assert min(load) > 38 and max(load) < 48  # of 128 tokens, each with 2 of 6 experts
+    assert 1.95 < float(value) < 2.05
 
 
 def test_router_metrics():
