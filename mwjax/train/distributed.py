@@ -436,8 +436,9 @@ def ending_together(processes: Processes | None) -> Iterator[None]:
     """For as long as the context lasts, an error of one process, or its death, ends all of them.
 
     A process that leaves with an exception tells it to the others; they print it and exit at once, wherever they wait,
-    with status 2 for what the user can put right (ValueError, OSError), else 70. Where a process is gone without a
-    word (killed, or its machine is), the others exit with status 75. Without other processes it does nothing.
+    with status 2 for what the user can put right (ValueError, OSError), 130 after a second Ctrl-C, else 70. Where a
+    process is gone without a word (killed, or its machine is), the others exit with status 75. Without other processes
+    it does nothing.
     """
     if processes is None:
         yield
@@ -471,6 +472,7 @@ class _Listening:
         self.leaving.acquire()  # from here on the end of the others is no news
         words = str(error).strip() or type(error).__name__
         status = 2 if isinstance(error, ValueError | OSError) else FAILED
+        status = 130 if isinstance(error, KeyboardInterrupt) else status
         self._tell(f"process {self.processes.process} ({socket.gethostname()}) failed: {words}", status)
         # Before jax's own hook, which would wait for processes that are gone.
         atexit.register(self._exit, status)
