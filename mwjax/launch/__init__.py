@@ -1,4 +1,9 @@
-"""Starting a run on TPU machines in the cloud, and keeping it going: ``mwjax launch``.
+"""Before and on TPU machines in the cloud: what a run would take (``mwjax plan``), starting it and keeping it going
+(``mwjax launch``).
+
+``plan`` compiles the train step for a slice (``ahead``) and adds up ``memory``, ``flops`` and, from the compiled
+program (``hlo``), its ``traffic``; ``roofline`` makes times of them, ``search`` lists other ways, ``plan_report``
+prints. What is compiled there is real; nothing of it has run on a TPU.
 
 ``job`` says what is to run where; ``commands`` and ``remote`` turn that into argument lists of the cloud client and
 scripts for the hosts, without running anything; ``cloud``, ``stream`` and ``supervise`` run them; ``dry_run`` prints

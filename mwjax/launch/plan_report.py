@@ -43,7 +43,8 @@ def _show_plan(made: plan.Plan, console: Console) -> None:
     name = "small random model" if config.model.path is None else escape(config.model.path)
     console.print(
         f"  {name}, {setup.method(config)}, {config.loss.task}; {plan.describe(config)}; "
-        f"{made.rows_a_step} rows a step in {made.microbatches} micro-batches; attention {config.model.attention}, {config.model.dtype}"
+        f"{made.rows_a_step} rows a step in {made.microbatches} micro-batches; "
+        f"attention {config.model.attention}, {config.model.dtype}"
     )
     if made.chosen:
         console.print(f"  chosen here: {' '.join(made.chosen)}")
