@@ -94,13 +94,15 @@ def _calls(
 ) -> tuple[list[Seen], list[Mapping[str, Any]]]:
     """The calls of a trajectory, and of its sub-agents after the step that delegated to them; with the metrics of each.
     ``taken``: how many sub-agents were named. Raises RecordError."""
+    if not isinstance(value.get("steps"), list):
+        raise RecordError("subagent_trajectories.steps", f"is {described(value.get('steps'))}, must be a list")
     calls: list[Seen] = []
     metrics: list[Mapping[str, Any]] = []
     history: list[chat.Message] = []
     tools = chat.function_tools(at(value, "agent.tool_definitions"))
     embedded = {
         str(each.get("trajectory_id") or each.get("session_id")): each
-        for each in value.get("subagent_trajectories") or ()
+        for each in chat.listed(value.get("subagent_trajectories"))
         if isinstance(each, dict)
     }
     for place, step in enumerate(value["steps"]):
@@ -115,7 +117,7 @@ def _calls(
             continue
         made = [
             chat.tool_call(each.get("tool_call_id"), each.get("function_name"), each.get("arguments"))
-            for each in step.get("tool_calls") or ()
+            for each in chat.listed(step.get("tool_calls"))
             if isinstance(each, dict)
         ]
         answer = chat.message("assistant", text, reasoning=step.get("reasoning_content"), calls=made)
@@ -158,8 +160,10 @@ def _observed(step: Mapping[str, Any], field: str) -> list[chat.Message]:
     found = []
     results = at(step, "observation.results")
     for place, each in enumerate(results if isinstance(results, list) else ()):
-        where = f"{field}.observation.results[{place}].content"
-        text = chat.text_of(each.get("content") if isinstance(each, dict) else None, where)
+        where = f"{field}.observation.results[{place}]"
+        if not isinstance(each, dict):
+            raise RecordError(where, f"is {described(each)}, must be an object")
+        text = chat.text_of(each.get("content"), f"{where}.content")
         call = each.get("source_call_id")
         found.append(chat.message("tool", text, tool_call_id=str(call)) if call else chat.message("user", text))
     return found

@@ -23,8 +23,8 @@ def message(
     *,
     reasoning: str | None = None,
     calls: Iterable[Mapping[str, Any]] = (),
-    tool_call_id: str | None = None,
-    name: str | None = None,
+    tool_call_id: Any = None,
+    name: Any = None,
 ) -> Message:
     result: Message = {"role": role, "content": content}
     if reasoning:
@@ -32,10 +32,15 @@ def message(
     if calls := list(calls):
         result["tool_calls"] = calls
     if tool_call_id is not None:
-        result["tool_call_id"] = tool_call_id
-    if name is not None:
+        result["tool_call_id"] = str(tool_call_id)
+    if isinstance(name, str):
         result["name"] = name
     return result
+
+
+def listed(value: Any) -> list[Any]:
+    """The list, or an empty one where there is none."""
+    return value if isinstance(value, list) else []
 
 
 def tool_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def text_of(content: Any, field: str) -> str:
             continue
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if (kind is None or kind in _TEXT_PARTS) and isinstance(text, str):
+        if (kind is None or (isinstance(kind, str) and kind in _TEXT_PARTS)) and isinstance(text, str):
             texts.append(text)
         else:
             raise RecordError(f"{field}[{place}]", f"is a part of kind {kind!r}; only text can become token ids")
@@ -73,7 +78,7 @@ def from_openai(value: Any, field: str) -> Message:
         (value[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(value.get(key), str)), None
     )
     calls = []
-    for place, call in enumerate(value.get("tool_calls") or ()):
+    for place, call in enumerate(listed(value.get("tool_calls"))):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RecordError(f"{field}.tool_calls[{place}]", "is no function call")

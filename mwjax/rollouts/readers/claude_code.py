@@ -18,10 +18,11 @@ from typing import Any
 
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.readers import chat
-from mwjax.rollouts.readers.linked import Links
+from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
 from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.sessions import at
 from mwjax.rollouts.record import MAIN_CHAIN
 
 NAME = "claude-code"
@@ -114,7 +115,7 @@ class _Session:
         uuid = value.get("uuid")
         if not isinstance(uuid, str):
             return True
-        if not self.links.add(uuid, value.get("parentUuid"), value, line):
+        if not self.links.add(uuid, parent_of(value), value, line):
             return False
         self.files[uuid] = file
         self.version = str(value.get("version") or self.version)
@@ -181,27 +182,28 @@ class _Session:
         boundary = self.links.entries[path[0]] if path else {}
         if boundary.get("subtype") != "compact_boundary":
             return path
-        details = boundary.get("compactMetadata") or {}
-        segment, listed = details.get("preservedSegment"), details.get("preservedMessages")
+        segment = at(boundary, "compactMetadata.preservedSegment")
+        listed = at(boundary, "compactMetadata.preservedMessages")
         kept: list[str] = []
         anchor: Any = path[0]
         if isinstance(listed, dict) and isinstance(listed.get("uuids"), list):
-            kept, anchor = [name for name in listed["uuids"] if name in self.links.entries], listed.get("anchorUuid")
+            kept = [name for name in map(str, listed["uuids"]) if name in self.links.entries]
+            anchor = listed.get("anchorUuid")
         elif isinstance(segment, dict):
-            kept = self.links.path(segment.get("tailUuid"), 0)
+            kept = self.links.path(str(segment.get("tailUuid")), 0)
             head, anchor = segment.get("headUuid"), segment.get("anchorUuid")
             kept = kept[kept.index(head) :] if head in kept else []
         if not kept or kept[-1] in path:
             return path
-        at = path.index(anchor) + 1 if anchor in path else len(path)
-        return [*path[:at], *kept, *path[at:]]
+        place = path.index(anchor) + 1 if anchor in path else len(path)
+        return [*path[:place], *kept, *path[place:]]
 
     def _history(self, path: list[str]) -> list[chat.Message]:
         cleared: set[str] = set()
         for name in path:
             if self._is(name, "microcompact_boundary"):
-                found = self.links.entries[name].get("microcompactMetadata") or {}
-                cleared.update(map(str, found.get("compactedToolIds") or ()))
+                found = at(self.links.entries[name], "microcompactMetadata.compactedToolIds")
+                cleared.update(map(str, found if isinstance(found, list) else ()))
         result: list[chat.Message] = []
         answered: set[str] = set()
         given: set[str] = set()

@@ -16,6 +16,7 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
 from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.sessions import at
 
 NAME = "codex"
 DESCRIPTION = "rollout files of Codex (no ids: rendered)"
@@ -130,7 +131,7 @@ class _Session:
             self.open = len(self.items)
         if written:
             self.line, self.time = line, str(value.get("timestamp"))
-            self.summing_up = bool((value.get("metadata") or {}).get("compaction_output"))
+            self.summing_up = bool(at(value, "metadata.compaction_output"))
         self.items.append(item)
 
     def answered(self) -> None:

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def parent_of(entry: Mapping[str, Any]) -> str | None:
+    parent = entry.get("parentUuid")
+    return parent if isinstance(parent, str) else None
+
+
 @dataclass
 class Links:
     """Lines by their ``uuid``, in file order. A uuid that comes again is a copy of the first line, which from there on

@@ -24,6 +24,7 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
 from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, with_causes
+from mwjax.rollouts.readers.sessions import at
 from mwjax.rollouts.record import MAIN_CHAIN
 
 NAME = "opencode"
@@ -63,14 +64,17 @@ def read(path: str, options: Options) -> Iterator[Item]:
             elif not isinstance(record.value, dict) or not isinstance(record.value.get("messages"), list):
                 yield record.refusal(path, "messages", f"is {described(record.value)}, must be an exported session")
             else:
-                sessions.append(record.value)
+                try:
+                    sessions.append(_checked(record.value))
+                except RecordError as error:
+                    yield record.refusal(path, error.field, error.reason)
     children: dict[str, list[Session]] = {}
-    known = {session["info"].get("id") for session in sessions}
+    known = {_name(session) for session in sessions} - {""}
     for session in sessions:
-        if session["info"].get("parentID") in known:
-            children.setdefault(session["info"]["parentID"], []).append(session)
+        if (parent := _name(session, "parentID")) in known:
+            children.setdefault(parent, []).append(session)
     for number, session in enumerate(sessions, start=1):
-        if session["info"].get("parentID") in known:
+        if _name(session, "parentID") in known:
             continue  # a sub-agent, part of its parent's rollout
         calls: list[Seen] = []
         empty: list[str] = []
@@ -98,6 +102,28 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 records=records - len(empty),
                 meta={"program": f"opencode {session['info'].get('version')}"},
             )
+
+
+def _name(session: Session, key: str = "id") -> str:
+    """Its id, or its parent's; empty where it has none."""
+    return str(session["info"].get(key) or "")
+
+
+def _checked(session: Any) -> Session:
+    """An exported session, if it has the shape of one. Raises RecordError."""
+    if not isinstance(session.get("info"), dict):
+        raise RecordError("info", "is no object: this is no exported session")
+    for place, each in enumerate(session["messages"]):
+        field = f"messages[{place}]"
+        if not isinstance(each, dict) or not isinstance(each.get("info"), dict):
+            raise RecordError(f"{field}.info", "is no object")
+        parts = each.get("parts")
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise RecordError(f"{field}.parts", "is no list of parts")
+        for number, part in enumerate(parts):
+            if part.get("type") == "tool" and not isinstance(part.get("state"), dict):
+                raise RecordError(f"{field}.parts[{number}].state", "is no object")
+    return session
 
 
 def _stored(path: str) -> list[Session]:
@@ -132,13 +158,13 @@ def _stored(path: str) -> list[Session]:
 def _family(session: Session, children: Mapping[str, list[Session]]) -> Iterator[tuple[str, Session]]:
     """(chain, session) of a session and all below it."""
     yield MAIN_CHAIN, session
-    below = list(children.get(session["info"]["id"], ()))
+    below = list(children.get(_name(session), ()))
     number = 0
     while below:
         child = below.pop(0)
         number += 1
         yield f"subagent-{number}", child
-        below += children.get(child["info"]["id"], ())
+        below += children.get(_name(child), ())
 
 
 def _calls(session: Session, chain: str, empty: list[str]) -> list[Seen]:
@@ -161,7 +187,7 @@ def _calls(session: Session, chain: str, empty: list[str]) -> list[Seen]:
             continue
         now = _created(each)
         history = _history(messages[:place], now)
-        results = {part.get("callID"): _result(part, now) for part in each["parts"] if part.get("type") == "tool"}
+        results = {str(part.get("callID")): _result(part, now) for part in each["parts"] if part.get("type") == "tool"}
         for number, step in enumerate(steps):
             calls.append(
                 Seen(
@@ -222,7 +248,7 @@ def _user(message: Mapping[str, Any]) -> list[chat.Message]:
 
 
 def _assistant(message: Mapping[str, Any], now: float) -> list[chat.Message]:
-    results = {part.get("callID"): _result(part, now) for part in message["parts"] if part.get("type") == "tool"}
+    results = {str(part.get("callID")): _result(part, now) for part in message["parts"] if part.get("type") == "tool"}
     return [
         each
         for step in _steps(message)
@@ -240,26 +266,26 @@ def _steps(message: Mapping[str, Any]) -> list[chat.Message]:
         elif kind == "text":
             step["content"] += str(part.get("text") or "")
         elif kind == "reasoning" and part.get("text"):
-            step["reasoning_content"] = step.get("reasoning_content", "") + part["text"]
+            step["reasoning_content"] = step.get("reasoning_content", "") + str(part["text"])
         elif kind == "tool":
-            state = part.get("state") or {}
-            made = chat.tool_call(part.get("callID"), part.get("tool"), state.get("input"))
+            made = chat.tool_call(part.get("callID"), part.get("tool"), part["state"].get("input"))
             step.setdefault("tool_calls", []).append(made)
     return steps
 
 
 def _result(part: Mapping[str, Any], now: float) -> chat.Message:
-    state = part.get("state") or {}
-    cleared = (state.get("time") or {}).get("compacted")
+    state = part["state"]
+    cleared = at(state, "time.compacted")
     if state.get("status") == "completed":
-        text = CLEARED if cleared is not None and cleared <= now else str(state.get("output") or "")
+        text = CLEARED if isinstance(cleared, (int, float)) and cleared <= now else str(state.get("output") or "")
     else:
         text = str(state.get("error") or INTERRUPTED)
     return chat.message("tool", text, tool_call_id=str(part.get("callID")))
 
 
 def _created(message: Mapping[str, Any]) -> float:
-    return float((message["info"].get("time") or {}).get("created") or 0)
+    created = at(message["info"], "time.created")
+    return float(created) if isinstance(created, (int, float)) else 0.0
 
 
 def _error(info: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.readers import chat
-from mwjax.rollouts.readers.linked import Links
+from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
 from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds, with_causes
@@ -52,7 +52,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             value = record.value
             if not isinstance(value, dict) or not isinstance(value.get("uuid"), str):
                 yield record.refusal(file, "uuid", "missing: this is no line of a Qwen Code session")
-            elif links.add(value["uuid"], value.get("parentUuid"), value, record.line):
+            elif links.add(value["uuid"], parent_of(value), value, record.line):
                 records += 1
                 name = str(value.get("sessionId") or name) if number == 0 else name
             else:

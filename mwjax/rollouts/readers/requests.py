@@ -213,7 +213,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             line=exchange.line,
             finish_reason=reason,
             sampling=sampling_settings(request, options, logprobs="raw"),
-            identity=None if response.get("id") is None else (response["id"], index),
+            identity=(response["id"], index) if isinstance(response.get("id"), (str, int)) else None,
             options=variables if isinstance(variables, dict) else {},
             hidden=_hides(response),
             time=exchange.time,
@@ -229,7 +229,7 @@ def asked_messages(
         messages = chat.from_responses(request.get("input"), "request.input")
         before = request.get("previous_response_id")
         if before:
-            if before not in stored:
+            if not isinstance(before, str) or before not in stored:
                 raise RecordError(
                     "request.previous_response_id",
                     f"{before!r} is not in the log: what the model saw before this input is kept on the server",
