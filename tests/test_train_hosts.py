@@ -27,9 +27,10 @@ from mwjax.train.config import RunConfig
 from tests.test_launch_processes import free_port
 from tests.training_runs import VOCABULARY, compile_once, configure, recorded, write  # noqa: F401
 
-CLOCK = ("seconds", "tokens_per_second", "recompiles")
+CLOCK = ("seconds", "tokens_per_second")
 # `mwjax train`; writes down the rollouts of every step and those it reads for it. What is done at the count-th call
-# of a function in one process: kill (delay seconds later), or terminate (SIGTERM).
+# of a function in one process: kill (delay seconds later), terminate (SIGTERM), or
+# freeze.
 CHILD = """
 import importlib, json, os, signal, sys, threading, time
 from mwjax import cli
@@ -67,7 +68,7 @@ def act(*_):
         if action == "kill":
             threading.Thread(target=kill).start()
         else:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM if action == "terminate" else signal.SIGSTOP)
 
 made = threading.local()  # the step whose rows this thread makes
 
@@ -141,7 +142,11 @@ def train(
             command = [sys.executable, "-c", CHILD, str(folder / "config.yaml"), str(folder / "trace"), *words]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             running.append(subprocess.Popen(command, env=environment, cwd=folder, **pipes))
-        texts = [process.communicate(timeout=240) for process in running]
+        texts = []
+        for number, process in enumerate(running):
+            if act is not None and act.action == "freeze" and act.process == number:
+                process.kill()  # it would stay for ever
+            texts.append(process.communicate(timeout=240))
     finally:
         for process in running:
             process.kill()
@@ -187,7 +192,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_two_processes_stopped_by_a_signal_to_one_and_continued_by_one_train_as_one_does(folder: Path) -> None:
     settings = (f"evaluation.paths={folder / 'rollouts.jsonl'}", "evaluation.every=2", "data.method=logittree")
-    settings += ("data.rollouts_per_step=3",)
+    settings += ("data.rollouts_per_step=3", "tracking.plots=false")
     alone = configure(folder, *settings, run_dir="alone")
     total = loop.run(alone).total
     shared = configure(folder, *settings, "mesh.fsdp=2", run_dir="shared")
@@ -246,7 +251,13 @@ def test_an_error_in_one_process_ends_the_other(tmp_path: Path) -> None:
     assert f"mwjax: process {1 - told[0]} ({socket.gethostname()}) failed: {said}" in done[told[0]].err
 
 
-KILLED = ("mesh.fsdp=2", "checkpoint.every=1", "data.method=logittree", "data.rollouts_per_step=3")
+KILLED = (
+    "mesh.fsdp=2",
+    "tracking.plots=false",
+    "checkpoint.every=1",
+    "data.method=logittree",
+    "data.rollouts_per_step=3",
+)
 
 
 @pytest.mark.slow
@@ -303,7 +314,12 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_from_the_last_check
 def test_every_mesh_over_processes_trains_as_one_device_does(
     folder: Path, settings: tuple[str, ...], mesh: tuple[str, ...], processes: int, devices: int
 ) -> None:
-    common = ("data.rows_per_microbatch=4", f"evaluation.paths={folder / 'rollouts.jsonl'}", *settings)
+    common = (
+        "data.rows_per_microbatch=4",
+        "tracking.plots=false",
+        f"evaluation.paths={folder / 'rollouts.jsonl'}",
+        *settings,
+    )
     alone = configure(folder, *common, run_dir="alone")
     loop.run(alone)
     together = configure(folder, *common, *(f"mesh.{size}" for size in mesh), run_dir="together")
@@ -314,7 +330,7 @@ def test_every_mesh_over_processes_trains_as_one_device_does(
 @pytest.mark.slow
 def test_two_processes_then_one_then_four_go_on_where_the_others_were(folder: Path) -> None:
     settings = ("loss.task=memorywalker", "data.method=naive_compressed", "data.rows_per_microbatch=4", RECOMPUTE)
-    settings += ("checkpoint.every=1", "data.rollouts_per_step=3")
+    settings += ("checkpoint.every=1", "data.rollouts_per_step=3", "tracking.plots=false")
     alone = configure(folder, *settings, "data.steps=6", run_dir="alone")
     loop.run(alone)
     finished(configure(folder, *settings, "data.steps=2", "mesh.fsdp=2"))
@@ -376,3 +392,12 @@ def test_hosts_that_do_not_share_their_files_are_told_so(tmp_path: Path, apart: 
         )
     else:
         assert "is not seen by process 1: give a folder that all hosts share" in done[0].err
+
+
+@pytest.mark.slow
+def test_a_host_that_falls_silent_ends_the_other_after_the_heartbeat_time_out(folder: Path) -> None:
+    began = time.monotonic()
+    first, _ = train(configure(folder, "mesh.data=2"), act=Act(1, "freeze", UPDATE, 2))
+    assert time.monotonic() - began < 200
+    assert first.status != 0
+    assert "heartbeat" in first.err.lower(), first
