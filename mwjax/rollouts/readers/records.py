@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from mwjax.rollouts.errors import RecordError, Refusal
-from mwjax.rollouts.lines import DamagedFile, Line, lines
+from mwjax.rollouts.errors import RecordError, Refusal, file_error
+from mwjax.rollouts.lines import GZIP_MAGIC, ZSTD_MAGIC, DamagedFile, Line, lines, open_binary
 from mwjax.rollouts.read import json_value
 from mwjax.rollouts.readers.reader import Head, Options
 
@@ -53,11 +53,17 @@ def json_records(path: str, options: Options = Options()) -> Iterator[Record | R
 
 def head(path: str) -> Head:
     """The beginning of a file, for :mod:`detect`. Raises RolloutFileError if it cannot be read."""
-    data = b""
     records: list[Any] = []
     try:
+        with open_binary(path) as handle:
+            data = handle.read(HEAD_DATA)
+    except OSError as error:
+        raise file_error("read", path, error) from error
+    compressed = data.startswith((GZIP_MAGIC, ZSTD_MAGIC))
+    try:
         for line, value in _values(lines(path)):
-            data = data or line.data[:HEAD_DATA]
+            if compressed:
+                data, compressed = line.data[:HEAD_DATA], False
             if isinstance(value, _Array):
                 records += value.elements[:HEAD_RECORDS]
             elif not isinstance(value, RecordError):

@@ -58,23 +58,27 @@ def read_rows(
             continue
         unnamed = Session(f"{stem}:{record.line}{record.place}", one=True)
         try:
-            made = [(row, _calls(row, number_, record.line, options)) for row in rows_of(record)]
+            made = [(row, _calls(row, number_, record.line, options), _reward(row)) for row in rows_of(record)]
+            unnamed.note(record, options)
         except RecordError as error:
             yield refused(path, unnamed, record, error)
             continue
-        if not any(calls for _, calls in made):
+        if not any(calls for _, calls, _ in made):
             yield Remark("empty", path, record.line, "the row has no sampled id")
             continue
         used = False
-        for place, (row, calls) in enumerate(made):
+        for place, (row, calls, reward) in enumerate(made):
             name = row.rollout or (unnamed.name if len(made) == 1 else f"{unnamed.name}.{place}")
             session = sessions.setdefault(name, Session(name, one=True))
             fresh = [call for call in calls if not any(_same(call, other) for other in session.calls)]
             session.calls += fresh
             used = used or bool(fresh)
-            session.group = row.group or session.group
-            session.reward = session.reward if row.reward is None else number(row.reward, "reward")
-            session.note(record, options)
+            session.group = unnamed.group or row.group or session.group
+            reward = reward if unnamed.reward is None else unnamed.reward
+            if session.reward is not None and reward is not None and session.reward != reward:
+                reason = "the rows of one rollout have different rewards; the last one is taken"
+                yield Remark("warning", path, record.line, reason)
+            session.reward = session.reward if reward is None else reward
         if not used:
             yield Remark("merged", path, record.line, "the row repeats what another row of its rollout has")
     yield from rollouts_of(path, sessions, options)
@@ -92,6 +96,10 @@ def flat(value: Any, field: str) -> list[list[Any]]:
 def first(record: Any, names: Iterable[str]) -> Any:
     """The first of these fields that is there and not null."""
     return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _reward(row: Row) -> float | None:
+    return None if row.reward is None else number(row.reward, "reward")
 
 
 def _calls(row: Row, number_: int, line: int, options: Options) -> list[Call]:

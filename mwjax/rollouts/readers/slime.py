@@ -88,7 +88,7 @@ def _row(sample: Any, options: Options) -> Row:
             raise RecordError(field, f"has {found} entries, response_length is {length}")
     versions = {str(each) for each in sample.get("weight_versions") or ()}
     version = min((int(each) for each in versions if each.isdecimal()), default=None)
-    step = "" if sample.get("step") is None else f"step {sample['step']}/"
+    step = "" if sample.get("step") is None else f"step{sample['step']}/"
     name = next((sample[key] for key in ("rollout_id", "session_id", "index") if sample.get(key) is not None), None)
     group = sample.get("group_index")
     reward = sample.get("reward")

@@ -1,10 +1,11 @@
-"""Rows of TRL as JSON Lines: what a ``rollout_func`` returns, one completion a line or a batch a line.
+"""Rows of TRL as JSON Lines: a GRPO batch's rows, or what a ``rollout_func`` returns; one completion or a batch a line.
 
-Fields as trl 1.16.0 has them (trl/trainer/grpo_trainer.py, ``RolloutFunc`` and ``_generate``): ``prompt_ids``,
-``completion_ids``, ``logprobs`` and any of ``tool_mask``, ``env_mask`` and ``completion_mask`` (1 for what the model
-wrote). Log-probs may be lists with the sampled one first, as vLLM gives them there. A rollout that is several rows, as
-with a harness that edits its context, has a field of ``rows.ROLLOUT`` beside them; ``reward`` and ``group`` are the
-user's.
+Fields as trl 1.16.0 has them (trl/trainer/grpo_trainer.py): of ``_generate_and_score_completions`` ``prompt_ids``,
+``prompt_mask`` (0 where padded, on the left), ``completion_ids``, ``completion_mask`` (0 where padded, on the right),
+``tool_mask`` (1 for what the model wrote), ``sampling_per_token_logps`` or ``old_per_token_logps``; of ``RolloutFunc``
+``prompt_ids``, ``completion_ids``, ``logprobs`` (a number for each id, or a list with the sampled one first), and
+``env_mask`` as the tool mask. A rollout that is several rows, as with a harness that edits its context, has a field of
+``rows.ROLLOUT`` beside them; ``reward`` and ``group`` are the user's.
 
 The parquet files of ``log_completions`` hold text only. TRL runs vLLM with ``processed_logprobs``.
 """
@@ -24,7 +25,8 @@ from mwjax.rollouts.readers.settings import sampling_settings
 NAME = "trl"
 DESCRIPTION = "rows of TRL as JSON Lines: prompt_ids, completion_ids, logprobs, tool_mask or env_mask"
 
-MASKS = ("tool_mask", "env_mask", "completion_mask")
+WRITTEN = ("tool_mask", "env_mask")
+LOGPROBS = ("logprobs", "sampling_per_token_logps", "old_per_token_logps")
 
 
 def looks_like(head: Head) -> bool:
@@ -42,44 +44,55 @@ def _rows(record: Record, options: Options) -> Iterator[Row]:
     value = record.value
     if not isinstance(value, dict):
         raise RecordError("", f"is {described(value)}, must be an object")
-    prompts = flat(value.get("prompt_ids"), "prompt_ids")
     completions = flat(value.get("completion_ids"), "completion_ids")
     count = len(completions)
-    batched = count > 1 or (bool(completions) and isinstance(value["completion_ids"][0], list))
-    if len(prompts) != count:
-        raise RecordError("prompt_ids", f"has {len(prompts)} rows for {count} of completion_ids")
-    mask_name = next((name for name in MASKS if value.get(name) is not None), None)
-    masks = [[1] * len(ids) for ids in completions] if mask_name is None else flat(value[mask_name], mask_name)
-    logprobs = _logprobs(value.get("logprobs"), count, batched)
-    for name, column in ((mask_name or "tool_mask", masks), ("logprobs", logprobs)):
-        for ids, entries in zip(completions, column):
-            if len(column) != count or (entries is not None and len(entries) != len(ids)):
-                raise RecordError(name, f"has not one entry for each of {len(ids)} completion ids")
-    for place in range(count):
-        prompt, completion, own = prompts[place], completions[place], logprobs[place]
+    prompts = _column(value, ("prompt_ids",), count)
+    written, logprobs = _column(value, WRITTEN, count), _column(value, LOGPROBS, count)
+    unpadded = _column(value, ("completion_mask",), count), _column(value, ("prompt_mask",), count)
+    batched = completions is value["completion_ids"]
+    for place, completion in enumerate(completions):
+        prompt, mask, own = prompts[place] or [], written[place], logprobs[place]
+        if own is not None:
+            own = [each[0] if isinstance(each, list) and each else each for each in own]
+        real, real_prompt = (column[place] for column in unpadded)
+        for name, entries, ids in (
+            ("tool_mask", mask, completion),
+            ("logprobs", own, completion),
+            ("completion_mask", real, completion),
+            ("prompt_mask", real_prompt, prompt),
+        ):
+            if entries is not None and len(entries) != len(ids):
+                raise RecordError(name, f"has {len(entries)} entries for {len(ids)} ids")
+        keep = [k for k in range(len(completion)) if real is None or real[k]]
+        kept_prompt = [each for k, each in enumerate(prompt) if real_prompt is None or real_prompt[k]]
         name, group, reward = (
             _of_row(first(value, names), place, batched)
             for names in (ROLLOUT, ("group", "group_id"), ("reward", "rewards"))
         )
         yield Row(
-            ids=[*prompt, *completion],
-            mask=[*[0] * len(prompt), *masks[place]],
-            logprobs=None if own is None else [*[0.0] * len(prompt), *own],
+            ids=[*kept_prompt, *(completion[k] for k in keep)],
+            mask=[*[0] * len(kept_prompt), *(1 if mask is None else mask[k] for k in keep)],
+            logprobs=None if own is None else [*[0.0] * len(kept_prompt), *(own[k] for k in keep)],
             rollout=None if name is None else str(name),
             group=None if group is None else str(group),
             reward=reward,
             sampling=sampling_settings(value, options, logprobs="processed", field=""),
-            names=("prompt_ids + completion_ids", mask_name or "tool_mask", "logprobs"),
+            names=("prompt_ids + completion_ids", "tool_mask", "logprobs"),
         )
 
 
-def _logprobs(value: Any, count: int, batched: bool) -> list[Any]:
-    if value is None:
+def _column(value: dict[str, Any], names: tuple[str, ...], count: int) -> list[Any]:
+    """One entry for each completion: of a batch its own, of a single row the whole field; None where there is none."""
+    name = next((name for name in names if value.get(name) is not None), None)
+    if name is None:
         return [None] * count
-    rows = value if batched else [value]
-    return [
-        None if row is None else [each[0] if isinstance(each, list) and each else each for each in row] for row in rows
-    ]
+    given = value[name]
+    if not isinstance(given, list):
+        raise RecordError(name, f"is {described(given)}, must be a list")
+    rows = given if value["completion_ids"] and isinstance(value["completion_ids"][0], list) else [given]
+    if len(rows) != count:
+        raise RecordError(name, f"has {len(rows)} rows for {count} of completion_ids")
+    return rows
 
 
 def _of_row(value: Any, place: int, batched: bool) -> Any:

@@ -1,0 +1,119 @@
+"""Requests and responses of vLLM and SGLang with token ids, as rollouts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mwjax import rollouts, tree
+from mwjax.rollouts.readers import Options, detect, import_files
+from mwjax.rollouts.record import Sampling
+from tests.toy_engine import answer, logprobs_of
+
+PROMPT, FIRST = [2, 10, 11, 1, 3, 12, 13, 1, 4], [14, 15, 1]
+SECOND_PROMPT, SECOND = [*PROMPT, *FIRST, 5, 16, 1, 4], [17, 1]
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "find it"}]
+LATER = [*MESSAGES, {"role": "assistant", "content": "I look"}, {"role": "tool", "content": "x", "tool_call_id": "c"}]
+
+
+def imported(records, folder, **options):
+    log, out = folder / "log.jsonl", folder / "rollouts.jsonl"
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert detect(str(log)).NAME == "engine"
+    result = import_files([str(log)], out, options=Options(**options), overwrite=True)
+    return result, rollouts.read(out).rollouts if result.rollouts else []
+
+
+def ids_of(rollout):
+    return [(turn.prompt_ids.tolist(), turn.completion_ids.tolist()) for turn in rollout.turns]
+
+
+def generate(prompt, ids, name, **meta):
+    """A native call of SGLang."""
+    info = {
+        "id": name,
+        "finish_reason": {"type": "stop", "matched": 1},
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(ids),
+        "weight_version": "12",
+        "output_token_logprobs": [[p, id, None] for id, p in zip(ids, logprobs_of(ids))],
+        **meta,
+    }
+    request = {"input_ids": prompt, "sampling_params": {"temperature": 0.8, "top_p": 1.0, "top_k": -1}}
+    return {"request": request, "response": {"text": "", "output_ids": ids, "meta_info": info}}
+
+
+def test_chat_completions_of_vllm(tmp_path):
+    request = {"temperature": 0.5, "top_p": 0.9, "top_k": -1}
+    records = [
+        {
+            "session_id": "s",
+            "request": {"messages": MESSAGES, **request},
+            "response": answer("a", PROMPT, FIRST, "I look"),
+        },
+        {
+            "session_id": "s",
+            "request": {"messages": LATER, **request},
+            "response": answer("b", SECOND_PROMPT, SECOND, "x"),
+        },
+        {"session_id": "s", "request": {"messages": LATER}, "response": {"error": {"message": "busy"}}},
+    ]
+    result, (rollout,) = imported(records, tmp_path)
+    assert ids_of(rollout) == [(PROMPT, FIRST), (SECOND_PROMPT, SECOND)]
+    assert [turn.logprobs.tolist() for turn in rollout.turns] == [logprobs_of(FIRST), logprobs_of(SECOND)]
+    assert {turn.sampling for turn in rollout.turns} == {Sampling(0.5, 0.9, 0, "raw")}
+    assert (rollout.id, result.used, result.empty) == ("s", 2, 1)
+
+
+def test_native_calls_of_sglang(tmp_path):
+    records = [generate(PROMPT, FIRST, "a"), generate(SECOND_PROMPT, SECOND, "b", finish_reason={"type": "length"})]
+    _, (rollout,) = imported(records, tmp_path)
+    assert ids_of(rollout) == [(PROMPT, FIRST), (SECOND_PROMPT, SECOND)]
+    assert [turn.logprobs.tolist() for turn in rollout.turns] == [logprobs_of(FIRST), logprobs_of(SECOND)]
+    assert {turn.sampling for turn in rollout.turns} == {Sampling(0.8, 1.0, 0, "processed")}
+    assert [turn.finish_reason for turn in rollout.turns] == ["stop", "length"]
+    assert {turn.policy_version for turn in rollout.turns} == {12}
+    assert rollout.id == "log"
+
+
+def test_completions_with_several_choices_are_several_samples(tmp_path):
+    choices = [
+        {"index": k, "text": "", "finish_reason": "stop", "prompt_token_ids": PROMPT, "token_ids": ids,
+         "logprobs": {"token_logprobs": logprobs_of(ids), "tokens": []}}
+        for k, ids in enumerate((FIRST, SECOND))
+    ]  # fmt: skip
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(FIRST) + len(SECOND)}
+    records = [{"id": "cmpl-1", "choices": choices, "usage": usage}]  # a response alone
+    result, (rollout,) = imported(records, tmp_path)
+    assert ids_of(rollout) == [(PROMPT, FIRST), (PROMPT, SECOND)]
+    assert [junction.reason for junction in tree.build(rollout).junctions] == ["resample"]
+    assert result.records == result.used == 1
+
+
+def test_calls_without_a_session_are_told_apart_by_what_they_share(tmp_path):
+    other = [9, *PROMPT[::-1], 4]
+    records = [generate(PROMPT, FIRST, "a"), generate(other, SECOND, "b"), generate(SECOND_PROMPT, SECOND, "c")]
+    _, found = imported(records, tmp_path)
+    assert [ids_of(rollout) for rollout in found] == [
+        [(PROMPT, FIRST), (SECOND_PROMPT, SECOND)],
+        [(other, SECOND)],
+    ]
+    named = [{**record, "info": {"task": "t"}} for record in records]
+    _, (one,) = imported(named, tmp_path, session_by="info.task", group_by="info.task")
+    assert (one.id, one.group, len(one.turns)) == ("t", "t", 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "reason"),
+    [
+        ({"completion_tokens": 5}, "usage.completion_tokens", "says 5, but there are 3 completion ids"),
+        ({"prompt_tokens": 8}, "usage.prompt_tokens", "says 8, but there are 9 prompt ids"),
+        ({"output_token_logprobs": [[-0.5, 14, None]]}, "logprobs", "has 1, must have one per completion id (3)"),
+    ],
+)
+def test_what_disagrees_is_refused(change, field, reason, tmp_path):
+    result, (rollout,) = imported([generate(PROMPT, FIRST, "a"), generate(PROMPT, FIRST, "b", **change)], tmp_path)
+    (refusal,) = result.refused
+    assert (refusal.line, refusal.field) == (2, field) and reason in refusal.reason
+    assert rollout.meta["refused_lines"] == [2]
