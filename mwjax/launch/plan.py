@@ -147,20 +147,24 @@ def make(
     asked = assess(first)
     if asked.fits or (asked.failure is not None and not asked.failure.out_of_memory):
         return Planned(asked, (), 0)
-    scale = _scale(asked, ways())
-    others = [one for one in search.hopeful(ways(), slice_, scale) if one.config != asked.config]
     tried: list[Plan] = []
-    for one in others[:tries]:
-        tried.append(assess(one.config))
-        if tried[-1].fits:
-            break
-    return Planned(asked, tuple(tried), len(others) - len(tried))
+    left = _left(compiled, ways(), slice_)
+    while left and len(tried) < tries and not compiled[-1].fits:
+        tried.append(assess(left[0].config))
+        left = _left(compiled, ways(), slice_)
+    return Planned(asked, tuple(tried), len(left))
 
 
-def _scale(asked: Plan, ways: Sequence[search.Candidate]) -> float:
-    """By how much the guesses were short of what the compiler found."""
-    guess = next((one.bytes for one in ways if one.config == asked.config), None)
-    return max(asked.needed / guess, 0.8) if asked.needed and guess else 1.0
+def _left(failed: Sequence[Plan], ways: Sequence[search.Candidate], slice_: Slice) -> list[search.Candidate]:
+    """What is worth a try after some did not fit, in order: what should take less than any of them, and fit by guesses
+    corrected by the last one's true size; if none should, the smallest."""
+    compiled = [made.config for made in failed]
+    guesses = [one.bytes for one in ways if one.config in compiled]
+    smaller = [one for one in ways if one.config not in compiled and one.bytes < min(guesses, default=float("inf"))]
+    last = next((one.bytes for one in ways if one.config == compiled[-1]), None)
+    needed = failed[-1].needed
+    scale = min(max(needed / last, 0.8), 1.5) if needed and last else 1.0
+    return search.hopeful(smaller, slice_, scale) or sorted(smaller, key=lambda one: one.bytes)[:1]
 
 
 def _assess(
