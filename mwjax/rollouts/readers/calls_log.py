@@ -91,7 +91,9 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
     endpoint = cast(Endpoint, value.get("endpoint"))
     if "prompt_ids" not in value or not completions:
         field = "completions" if "prompt_ids" in value else "prompt_ids"
-        raise RecordError(field, f"there are no token ids (engine {value.get('engine', 'none')}, {endpoint})")
+        engine = value.get("engine", "none")
+        advice = "import the log with --format chat and --tokenizer MODEL to have its messages rendered instead"
+        raise RecordError(field, f"there are no token ids (engine {engine}, {endpoint}); {advice}")
     response = members(value.get("response"))
     found = []
     for place, entry in enumerate(map(members, completions)):

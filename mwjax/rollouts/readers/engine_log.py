@@ -3,14 +3,16 @@
 A record holds the request and the response under any of the names in ``REQUEST`` and ``RESPONSE``, or is a response
 alone. Responses of these kinds have ids:
 
-- chat completions and completions, asked with ``return_token_ids`` (vLLM: ``prompt_token_ids``,
-  ``choices[].token_ids``) or SGLang's fields; see :mod:`mwjax.recorder.additions` for their names
-- responses with ``enable_response_messages`` (vLLM)
-- SGLang's ``/generate`` (python/sglang/srt/managers/io_struct.py, GenerateReqInput): the request's ``input_ids``,
-  the response's ``output_ids`` and ``meta_info`` with ``output_token_logprobs`` as [log-prob, id, text],
-  ``prompt_tokens``, ``completion_tokens``, ``finish_reason`` and ``weight_version``
-- vLLM's ``/inference/v1/generate`` (vllm/entrypoints/serve/disagg/protocol.py): the request's ``token_ids`` and
-  ``sampling_params``, the response's ``choices[].token_ids``
+- chat completions and completions of vLLM, asked with ``return_token_ids``: ``prompt_token_ids``,
+  ``choices[].token_ids``, ``choices[].logprobs`` (vllm-project/vllm at d5dba2d7b0ab9b98096560c69db7126b54b14d79:
+  vllm/entrypoints/openai/chat_completion/protocol.py), and with ``enable_response_messages`` responses
+- chat completions of SGLang: ``choices[].response_token_ids``, ``choices[].meta_info``, ``sglext`` (sgl-project/sglang
+  at 9b116dffe828b2dfa7ec0e4d061555b6c354b67a: python/sglang/srt/entrypoints/openai/protocol.py)
+- SGLang's ``/generate`` (python/sglang/srt/managers/io_struct.py): the request's ``input_ids`` and
+  ``sampling_params``, the response's ``output_ids`` and ``meta_info`` with ``output_token_logprobs`` as [log-prob, id,
+  text], ``prompt_tokens``, ``completion_tokens``, ``finish_reason`` and ``weight_version``
+- vLLM's ``/inference/v1/generate``: the request's ``token_ids`` and ``sampling_params``, the response's
+  ``choices[].token_ids``
 
 The rollout of a call is named by a field of ``SESSION``, or by ``--session-by``; without one, calls belong together as
 far as what they share shows it.
