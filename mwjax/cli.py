@@ -433,8 +433,8 @@ def record(
         typer.Option(
             "--session-header",
             metavar="NAME",
-            help="Request header that names the session, before the usual ones; repeatable. Without one the session is "
-            "/session/NAME/ in the path, else a hash of the API key.",
+            help="Request header that names the session; repeatable. Without one the session is /session/NAME/ in the "
+            "path, else what the harness calls it in a usual header, else a hash of the API key.",
         ),
     ] = None,
     redact: Annotated[

@@ -154,6 +154,66 @@ def test_a_title_a_summariser_and_a_subagent_are_other_chains(harness, tmp_path)
     assert result.records == result.used == 8
 
 
+def test_a_subagent_at_work_beside_the_main_conversation_is_no_summary(harness, tmp_path):
+    """As Qwen Code does: the task stands after words of the harness, and the result comes back with other words."""
+    task = "count the files in it"
+    first = harness.call("a", [SYSTEM, QUESTION], "I ask", calls=[("task", {"prompt": task, "kind": "general"})])
+    history = [SYSTEM, QUESTION, first, harness.tool("launched")]
+    second = harness.call("b", history, "I wait", calls=[("read", {"path": "x"})])
+    sub = [
+        {"role": "system", "content": "you are a helper"},
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("the date is today", task)]},
+    ]
+    prompt = harness.words.prompt(("system", "you are a helper"), ("user", f"the date is today {task}"))
+    step = harness.call("s1", sub, "I list", tools=TOOLS[:1], calls=[("read", {"path": "."})], prompt=prompt)
+    more = [*prompt, *harness.words.ids("I list"), END, *harness.words.prompt(("tool", "x y z"))]
+    harness.call("s2", [*sub, step, harness.tool("x y z")], "there are three files in it", tools=TOOLS[:1], prompt=more)
+    told = {"role": "user", "content": "the helper says there are three files in it"}
+    reminder = {"role": "user", "content": "a reminder"}
+    harness.call("c", [SYSTEM, reminder, QUESTION, first, harness.tool("launched"), second, told], "thanks")
+    _, (rollout,) = imported(record(tmp_path, harness.exchanges), tmp_path)
+
+    assert [turn.chain for turn in rollout.turns] == ["main", "main", "subagent-1", "subagent-1", "main"]
+    assert [turn.cause_turn for turn in rollout.turns] == [None, None, 0, None, 3]
+    assert all(turn.purpose == "act" and turn.trainable for turn in rollout.turns)
+    (junction,) = tree.build(rollout).junctions
+    assert (junction.turn, junction.detail) == (4, "injected_turn")
+
+
+def test_a_summary_in_the_conversation_itself_that_came_to_nothing_is_context_only(harness, tmp_path):
+    first = harness.call("a", [SYSTEM, QUESTION], "I look", calls=[("read", {"path": "x"})])
+    history = [SYSTEM, QUESTION, first, harness.tool("it is in x")]
+    ask = {"role": "user", "content": "summarize this conversation"}
+    harness.call("b", [*history, ask], "the user looks for the answer")
+    second = harness.call("c", history, "it is x")
+    harness.call("d", [*history, second, ask], "the answer was found in x")
+    folded = [SYSTEM, {"role": "user", "content": "so far: the answer was found in x"}]
+    harness.call("e", folded, "bye")
+    _, (rollout,) = imported(record(tmp_path, harness.exchanges), tmp_path)
+
+    assert {turn.chain for turn in rollout.turns} == {"main"}
+    assert [turn.purpose for turn in rollout.turns] == ["act", "summary", "act", "summary", "act"]
+    assert [turn.trainable for turn in rollout.turns] == [True, False, True, True, True]
+    assert rollout.turns[4].cause_turn == 3
+
+
+def test_arguments_spelt_anew_are_told_from_a_template_whatever_was_thought_before(harness, tmp_path):
+    words = harness.words
+    first = harness.call("a", [SYSTEM, QUESTION], "hm I look", calls=[("read", {"path": "x"})])
+    first |= {"content": "I look", "reasoning_content": "hm"}
+    prompt = [*harness.exchanges[0][1]["prompt_token_ids"], *words.ids("hm I look"), END]
+    prompt += words.prompt(("tool", "no"))
+    sampled = [*words.ids("I look y:1"), END]
+    looks = [SYSTEM, QUESTION, first, harness.tool("no")]
+    harness.call("b", looks, "I look", calls=[("read", {"path": "y"})], prompt=prompt, ids=sampled)
+    second = harness.exchanges[-1][1]["choices"][0]["message"]
+    after = [*prompt, *words.ids("I look y: 1"), END, *words.prompt(("tool", "yes"))]
+    harness.call("c", [*looks, second, harness.tool("yes")], "done", prompt=after)
+    _, (rollout,) = imported(record(tmp_path, harness.exchanges), tmp_path)
+
+    assert [(each.turn, each.detail) for each in tree.build(rollout).junctions] == [(2, "tool_json")]
+
+
 def test_a_retried_call_counts_once_if_it_is_one_response_and_twice_if_both_were_sampled(harness, tmp_path):
     harness.call("a", [SYSTEM, QUESTION], "I think it is x")
     harness.call("a", [SYSTEM, QUESTION], "I think it is x")

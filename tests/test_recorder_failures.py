@@ -121,6 +121,15 @@ def test_stalls_end_when_the_time_is_over(engine, tmp_path):
     assert calls[1]["response"]["choices"][0]["message"]["role"] == "assistant"
 
 
+def test_a_refusal_that_the_harness_does_not_read_is_still_one():
+    body = Body(1000)
+    body.add(b'{"error": {"message": "too much"}}')
+    session, request = Session(None, "none"), Body(1000)
+    exchange = Exchange("chat.completions", PATH, session, {}, request, body, (), status=429)
+    exchange.fail("client_disconnected", "the harness closed its connection before the answer was whole")
+    assert as_object(exchange)["error"] == {"kind": "http_status", "message": "too much"}
+
+
 @pytest.mark.parametrize("script", ["stall", "stall-stream"])
 def test_a_harness_that_leaves_is_recorded_and_the_engine_is_told(engine, script, tmp_path):
     payload = CHAT if script == "stall" else STREAM

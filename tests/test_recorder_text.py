@@ -128,9 +128,12 @@ def test_redaction_names_fields_by_path_and_by_name():
         redaction.pattern("a..b")
 
 
-def test_a_session_is_named_by_header_then_path_then_key():
+def test_a_session_is_named_by_what_was_chosen_then_by_the_harness_then_by_key():
     key = {"authorization": "Bearer sk-1234567890abcdef"}
-    assert sessions.session({**key, "x-session-id": "s"}, "p") == ("s", "header x-session-id")
+    own = {**key, "x-session-id": "s", "mine": "m"}
+    assert sessions.session(own, "p", ("mine",)) == ("m", "header mine")
+    assert sessions.session(own, "p") == ("p", "path")
+    assert sessions.session(own, None) == ("s", "header x-session-id")
     assert sessions.session({**key, "session_id": "s", "mine": "m"}, None, ("mine",)) == ("m", "header mine")
     assert sessions.session(key, "p") == ("p", "path")
     by_key = sessions.session(key, None)

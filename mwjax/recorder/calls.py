@@ -116,9 +116,12 @@ def as_object(exchange: Exchange, patterns: Sequence[Pattern] = ()) -> dict[str,
     request = _payload("request", exchange.request, exchange.request_headers, exchange.secrets, patterns, hits)
     response, errors = _response(exchange, patterns, hits)
     left_at_the_end = exchange.stream and not errors and not exchange.response.truncated
-    if exchange.error is not None and not (exchange.error[0] == "client_disconnected" and left_at_the_end):
+    failed = exchange.status is not None and exchange.status >= 400
+    left = exchange.error is not None and exchange.error[0] == "client_disconnected"
+    # A harness may leave a refusal unread, or a stream once it has seen its end.
+    if exchange.error is not None and not (left and (failed or left_at_the_end)):
         errors.insert(0, exchange.error)
-    elif exchange.status is not None and exchange.status >= 400:
+    elif failed:
         message = errors[0][1] if errors and errors[0][0] == "reported" else f"status {exchange.status}"
         errors.insert(0, ("http_status", message))
     withheld = hides_text(hits)

@@ -64,13 +64,17 @@ def without_prefix(target: str) -> tuple[str, str | None]:
 
 
 def session(headers: Mapping[str, str], path_name: str | None, extra: Sequence[str] = ()) -> Session:
-    """The session of a call: by header (``extra`` ones first), else by path prefix, else by API key, of which only a
-    hash is used. ``headers`` has lower-case names."""
-    for name in (*extra, *SESSION_HEADERS):
-        if value := headers.get(name, "").strip():
-            return Session(value, f"header {name}")
+    """The session of a call: by ``extra`` headers, else by path prefix, both of which somebody chose; else by a header
+    that harnesses send by themselves, which may name every sub-agent apart; else by API key, of which only a hash is
+    used. ``headers`` has lower-case names."""
+    found = {name: value for name in (*extra, *SESSION_HEADERS) if (value := headers.get(name, "").strip())}
+    for name in extra:
+        if name in found:
+            return Session(found[name], f"header {name}")
     if path_name is not None:
         return Session(path_name, "path")
+    for name, value in found.items():
+        return Session(value, f"header {name}")
     for key in secrets(headers):
         return Session("key-" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:12], "key")
     return Session(None, "none")

@@ -25,6 +25,7 @@ from tests.scripted_engine import on_a_loop
 TOKENIZER = Path(__file__).parents[2] / "mwjax" / "quickstart" / "data" / "tokenizer.json"
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "templates" / "chatml.jinja"
 END = "<|im_end|>"
+SUBTASK = "SUBTASK: say how many villages there are in the list."
 
 Quirk = Literal["refused", "cut", "thinks", "compact", "spelled"]
 
@@ -32,7 +33,7 @@ Quirk = Literal["refused", "cut", "thinks", "compact", "spelled"]
 @dataclass
 class Served:
     """One call as the engine saw and answered it. ``outcome``: "whole", "cut" (the stream broke off after these ids) or
-    "refused" (503; nothing was sampled). ``kind``: "act", "summary" or "title"."""
+    "refused" (503; nothing was sampled). ``kind``: "act", "help" (a sub-agent acts), "summary" or "title"."""
 
     kind: str
     outcome: str
@@ -84,9 +85,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._tokenizer = Tokenizer.from_file(str(TOKENIZER))
-        environment = jinja2.Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], undefined=jinja2.ChainableUndefined
-        )
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         self._template = environment.from_string(TEMPLATE.read_text("utf-8"))
 
@@ -104,7 +103,8 @@ class Engine:
         messages = request["messages"]
         names = [tool["function"]["name"] for tool in request.get("tools") or ()]
         system = "\n".join(text_of(each) for each in messages if each["role"] == "system")
-        asked = text_of([each for each in messages if each["role"] == "user"][-1])
+        users = [text_of(each) for each in messages if each["role"] == "user"]
+        asked = users[-1]
         in_text = not names and "<tools>" in system
         if "title generator" in system:
             return Answer("title", [("content", "Villages and the goods that they sell")])
@@ -112,9 +112,17 @@ class Engine:
         if snapshot or (not names and not in_text and "summ" in (system + asked).lower()):
             said = f"Summary {len(self.served)}: the files up to {self.reads} of {self.files} were read; go on."
             return Answer("summary", [("content", f"<state_snapshot>{said}</state_snapshot>" if snapshot else said)])
-        if asked.startswith("SUBTASK"):
-            return Answer("act", [("content", f"There are {self.files} villages in all, as the list says.")])
+        if users[0].endswith(SUBTASK):
+            return self._help(messages, names)
         return self._act(names, in_text)
+
+    def _help(self, messages: list[dict[str, Any]], names: list[str]) -> Answer:
+        """As the sub-agent, which looks at one file too."""
+        if messages[-1]["role"] == "tool":
+            return Answer("help", [("content", f"There are {self.files} villages in all, as the list says.")])
+        name, member = _reader(names)
+        arguments = {member: f"{self.folder}/file1.txt"}
+        return self._calling([], "I look at the list of villages.", name, arguments, None, False, kind="help")
 
     def _act(self, names: list[str], in_text: bool) -> Answer:
         self.acts += 1
@@ -124,14 +132,13 @@ class Engine:
         if self.delegates and not self.delegated and self.reads == 1:
             self.delegated = True
             name, kind = ("task", "general") if "task" in names else ("agent", "general-purpose")
-            task = "SUBTASK: say how many villages there are in the list."
-            arguments = {"description": "Count villages", "prompt": task, "subagent_type": kind}
+            arguments = {"description": "Count villages", "prompt": SUBTASK, "subagent_type": kind}
             return self._calling(parts, f"Step {self.acts}: somebody else counts.", name, arguments, quirk, in_text)
         if self.reads == self.files:
-            said = f"All {self.files} files are read: the last village sells rope."
+            said = f"All {self.files} files are read in {self.acts} steps: the last village sells rope."
             return Answer("act", [*parts, ("content", said)], quirk=quirk)
         said = f"Step {self.acts}: the village of file {self.reads + 1} comes next."
-        name, member = ("read", "filePath") if "read" in names else ("read_file", "file_path")
+        name, member = _reader(names)
         path = f"{self.folder}/file{self.reads + 1}.txt"
         if quirk not in ("refused", "cut"):
             self.reads += 1
@@ -145,12 +152,13 @@ class Engine:
         arguments: dict[str, str],
         quirk: Quirk | None,
         in_text: bool,
+        kind: str = "act",
     ) -> Answer:
         spelt = json.dumps(arguments, separators=(",", ":") if quirk == "compact" else None)
         sampled = f'\n<tool_call>\n{{"name": "{name}", "arguments": {spelt}}}\n</tool_call>'
         if in_text:
-            return Answer("act", [*parts, ("content", said + sampled)], quirk=quirk)
-        return Answer("act", [*parts, ("content", said), ("", sampled)], {"name": name, "arguments": spelt}, quirk)
+            return Answer(kind, [*parts, ("content", said + sampled)], quirk=quirk)
+        return Answer(kind, [*parts, ("content", said), ("", sampled)], {"name": name, "arguments": spelt}, quirk)
 
     def sampled_ids(self, answer: Answer) -> list[int]:
         text = answer.text + END
@@ -213,7 +221,7 @@ class Engine:
         prompt, completion = len(served.prompt_ids), len(served.completion_ids)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _logprobs(self, payload: Mapping[str, Any], served: Served, place: int) -> list[dict[str, Any]]:
+    def _logprobs(self, served: Served, place: int) -> list[dict[str, Any]]:
         id = served.completion_ids[place]
         return [{"token": self.piece(id), "logprob": served.logprobs[place], "bytes": None, "top_logprobs": []}]
 
@@ -224,7 +232,8 @@ class Engine:
         message["reasoning_content"] = answer.said("reasoning_content") or None
         if answer.call is not None:
             message["tool_calls"] = [{"id": _call_id(base), "type": "function", "function": answer.call}]
-        every = [entry for place in range(len(served.completion_ids)) for entry in self._logprobs(payload, served, place)]
+        places = range(len(served.completion_ids))
+        every = [entry for place in places for entry in self._logprobs(served, place)]
         wants = payload.get("return_token_ids")
         choice = {
             "index": 0,
@@ -256,7 +265,7 @@ class Engine:
             choice = {
                 "index": 0,
                 "delta": delta,
-                "logprobs": {"content": self._logprobs(payload, served, place)} if payload.get("logprobs") else None,
+                "logprobs": {"content": self._logprobs(served, place)} if payload.get("logprobs") else None,
                 "finish_reason": ("tool_calls" if answer.call else "stop") if last else None,
                 "token_ids": [id] if wants else None,
             }
@@ -276,6 +285,11 @@ def _shown(answer: Answer, begin: int, end: int) -> dict[str, str]:
             found[name] = piece
         at += len(text)
     return found
+
+
+def _reader(names: list[str]) -> tuple[str, str]:
+    """What a harness calls its tool for reading a file, and the argument that names it."""
+    return ("read", "filePath") if "read" in names else ("read_file", "file_path")
 
 
 def _call_id(base: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One real harness through ``mwjax record`` against the scripted engine: ``python -m tests.harnesses.play NAME FOLDER``.
+"""A real harness through ``mwjax record`` against the scripted engine: ``python -m tests.harnesses.play NAME FOLDER``.
 
 Everything runs in this process and its children, so in a network namespace with nothing but loopback (``played``) that
 is all there is to reach. FOLDER gets record/calls.jsonl, served.jsonl (what the engine saw and sent), said.txt (what
@@ -48,9 +48,9 @@ QWEN_AGENT = "qwen-agent/bin/python"
 
 HARNESSES = {
     "opencode": Harness((OPENCODE,), 9, 60, {3: "refused", 5: "thinks", 7: "compact", 9: "spelled", 11: "cut"}, True),
-    "qwen-code": Harness((NODE, QWEN_CODE), 9, 60, {3: "refused", 5: "thinks", 7: "compact", 9: "spelled"}, True),
-    "qwen-agent-text": Harness((QWEN_AGENT,), 8, 20, {3: "refused", 4: "spelled"}),
-    "qwen-agent-raw": Harness((QWEN_AGENT,), 8, 20, {3: "refused", 4: "spelled", 5: "compact"}),
+    "qwen-code": Harness((NODE, QWEN_CODE), 9, 200, {3: "refused", 5: "thinks", 7: "compact", 9: "spelled"}, True),
+    "qwen-agent-text": Harness((QWEN_AGENT,), 8, 50, {3: "refused", 4: "spelled"}),
+    "qwen-agent-raw": Harness((QWEN_AGENT,), 8, 50, {3: "refused", 4: "spelled", 5: "compact"}),
 }
 
 
@@ -89,10 +89,11 @@ def main() -> None:
     _write_files(work, harness)
     engine = Engine(str(work), harness.files, harness.quirks, harness.delegates)
     begun = time.time()
-    with serving(engine) as upstream, _recording(upstream, folder / "record") as base, _closed_proxy() as (proxy, asked):
+    record = folder / "record"
+    with serving(engine) as upstream, _recording(upstream, record) as base, _closed_proxy() as (proxy, asked):
         words, environment = _command(name, folder / "home", f"{base}/session/{SESSION}/v1")
         inherited = {"PATH": os.environ["PATH"], "HOME": str(folder / "home"), "NO_PROXY": "127.0.0.1"}
-        inherited |= {key: proxy for key in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")}
+        inherited |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy)
         with (folder / "said.txt").open("w") as said:
             done = subprocess.run(
                 words,
@@ -147,7 +148,7 @@ def _qwen_code(folder: Path, home_folder: Path, url: str) -> tuple[list[str], di
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "model": {
-            "generationConfig": {"contextWindowSize": 40000},
+            "generationConfig": {"contextWindowSize": 60000},
             "chatCompression": {"contextPercentageThreshold": 0.8},
         },
     }

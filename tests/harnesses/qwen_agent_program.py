@@ -20,7 +20,4 @@ url, mode, task = sys.argv[1:]
 settings = {"max_input_tokens": 4000, "max_retries": 3, "use_raw_api": mode == "raw", "fncall_prompt_type": "nous"}
 model = {"model": "scripted", "model_type": "oai", "model_server": url, "api_key": "EMPTY", "generate_cfg": settings}
 agent = Assistant(llm=model, system_message="You read files about villages.", function_list=["read_file"])
-said = []
-for said in agent.run([{"role": "user", "content": task}]):
-    pass
-print(said[-1]["content"])
+print(agent.run_nonstream([{"role": "user", "content": task}])[-1]["content"])

@@ -11,6 +11,7 @@ it in ``cause_turn``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,11 +21,12 @@ import numpy as np
 from mwjax.rollouts.extends import Shortener
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.junctions import junction_detail
-from mwjax.rollouts.readers.said import Asked
+from mwjax.rollouts.readers.said import Asked, Said
 from mwjax.rollouts.record import MAIN_CHAIN, Turn
 
 ROOT_IDS = 16
 SHORTEST_CARRIED = 16  # characters; shorter texts occur by chance
+TASK_WORDS = 4
 
 
 class Conversation(NamedTuple):
@@ -163,9 +165,22 @@ def _handed_over_by(calls: Sequence[Call], index: int) -> int | None:
         return None
     for k in range(index - 1, -1, -1):
         answer = calls[k].answer
-        if answer is not None and any(task in _unescaped(arguments) for _, arguments in answer.calls):
+        if answer is not None and any(_hands_over(arguments, task) for _, arguments in answer.calls):
             return k
     return None
+
+
+def _hands_over(arguments: str, task: str) -> bool:
+    """Whether a tool call holds the task, before which a harness may have put words of its own."""
+    if task in _unescaped(arguments):
+        return True
+    try:
+        values = json.loads(arguments)
+    except ValueError:
+        return False
+    words = values.values() if isinstance(values, dict) else ()
+    # Fewer words could be a path or a command that a prompt happens to end with.
+    return any(isinstance(each, str) and len(each.split()) >= TASK_WORDS and task.endswith(each) for each in words)
 
 
 def _unescaped(arguments: str) -> str:
@@ -243,11 +258,12 @@ def _name(chains: Sequence[_Chain], calls: Sequence[Call]) -> None:
         at_junction = any(
             main.causes.get(index) in chain.calls for index in main.segment_starts if index in main.causes
         )
+        acts = any(answer is not None and answer.calls for answer in (calls[k].answer for k in chain.calls))
         if chain.repeats:
             kind = "resample"
         elif chain.handed_over is not None:
             kind = "subagent"
-        elif at_junction:
+        elif at_junction and not acts:
             kind = "summary"
         elif carried.intersection(chain.calls):
             kind = "subagent"
@@ -268,7 +284,16 @@ def _conversation(
     chain_of = {index: chain for chain in chains for index in chain.calls}
     causes = {index: cause for chain in chains for index, cause in chain.causes.items()}
     carried = set(causes.values())
-    summaries = {cause for index, cause in causes.items() if index in chain_of[index].segment_starts[1:]}
+
+    def acts_apart(index: int) -> bool:
+        return chain_of[index].name.startswith("subagent")
+
+    summaries = {
+        cause
+        for index, cause in causes.items()
+        # What a sub-agent found is carried, but sums nothing up.
+        if index in chain_of[index].segment_starts[1:] and (cause in chain_of[index].calls or not acts_apart(cause))
+    }
     attempts = {(chain_of[k].name, calls[k].prompt_ids.tobytes()) for k in summaries if k in chain_of}
     turns: list[Turn] = []
     details: dict[int, str] = {}
@@ -277,21 +302,22 @@ def _conversation(
         at = chain.calls.index(index)
         cause = causes.get(index)
         if at and index in chain.segment_starts:
-            detail = junction_detail(calls[chain.calls[at - 1]], call, summarised=cause is not None, decode=decode)
+            detail = junction_detail(calls[chain.calls[at - 1]], call, summarised=cause in summaries, decode=decode)
             if detail is not None:
                 details[turn] = detail
         summarises = index in summaries and chain.purpose == "act"
         # An attempt that was made again, and of which nothing came, is context only.
         again = chain.purpose == "summary" and any(later > index and later in carried for later in chain.calls)
         attempt = (chain.name, call.prompt_ids.tobytes()) in attempts
-        rejected = index not in carried and (again or attempt)
+        undone = index not in carried and at + 1 < len(chain.calls) and _undone(call, calls[chain.calls[at + 1]])
+        rejected = undone or (index not in carried and (again or attempt))
         turns.append(
             Turn(
                 prompt_ids=call.prompt_ids,
                 completion_ids=call.completion_ids,
                 logprobs=call.logprobs,
                 chain=chain.name,
-                purpose="cut_off" if call.cut_off else "summary" if summarises else chain.purpose,
+                purpose="cut_off" if call.cut_off else "summary" if summarises or undone else chain.purpose,
                 trainable=call.trainable and not call.cut_off and not rejected,
                 finish_reason=call.finish_reason,
                 sampling=call.sampling,
@@ -300,3 +326,15 @@ def _conversation(
             )
         )
     return Conversation(tuple(turns), tuple(calls[index] for index in order), details)
+
+
+def _undone(call: Call, following: Call) -> bool:
+    """Whether a summary was asked for and the conversation went on from before that, as if it had not been."""
+    if call.asked is None or following.asked is None or not call.asked.messages:
+        return False
+    *before, ask = call.asked.messages
+    if ask.role != "user" or "summar" not in ask.text.lower():
+        return False
+    after = following.asked.messages
+    went_back = len(after) >= len(before) and all(map(Said.same, before, after))
+    return went_back and not any(ask.same(each) for each in after[len(before) :])

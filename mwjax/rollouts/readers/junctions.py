@@ -50,9 +50,10 @@ def _unedited(before: Call, call: Call, said: Sequence[Said]) -> str:
     if any(old.calls != new.calls for old, new in pairs):
         return "tool_json"
     at = _common_prefix(np.concatenate([before.prompt_ids, before.completion_ids]), call.prompt_ids)
-    if any(each.thinking for each in said if each.role == "assistant") or at < len(before.prompt_ids):
+    # What the prompt before held came from the same template, so there it can only be the template that differs.
+    if at < len(before.prompt_ids) or said[-1].thinking:
         return "template"
-    if before.answer is not None and before.answer.calls:
+    if said[-1].calls:
         return "tool_json"
     return "retokenised"
 
