@@ -25,7 +25,7 @@ OPTIONS = Options(tokenizer=str(tokenizer_path()), template=str(FIXTURES / "temp
 def database(tmp_path_factory):
     path = tmp_path_factory.mktemp("opencode") / "opencode.db"
     with sqlite3.connect(path) as connection:
-        connection.executescript((SESSIONS / "opencode.sql").read_text("utf-8"))
+        connection.executescript(f"BEGIN; {(SESSIONS / 'opencode.sql').read_text('utf-8')} COMMIT;")
     connection.close()
     return str(path)
 
