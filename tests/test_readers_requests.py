@@ -356,6 +356,20 @@ def test_calls_of_no_session_are_rollouts_by_what_they_share(tmp_path):
     assert not any(junctions(rollout) for rollout in rollouts)
 
 
+def test_a_recorders_log_without_ids_can_be_read_as_chat(tmp_path):
+    record = {
+        **chat(GO, said("Rope."), "r1"),
+        "format": "mwjax-call/1",
+        "endpoint": "chat.completions",
+        "session": "s3",
+    }
+    del record["session_id"]
+    path = write(tmp_path, [record])
+    assert detect(path).NAME == "mwjax"
+    (rollout,), _ = read(path)
+    assert rollout.id == "s3" and rollout.meta["rendered"]
+
+
 def with_ids(record, prompt, completion):
     response = record["response"]
     choice = {**response["choices"][0], "token_ids": completion}

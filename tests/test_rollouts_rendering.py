@@ -149,6 +149,10 @@ def test_looked_up_pieces_are_the_ids_of_the_whole_text(pieces):
         assert rendering.encode(text).tolist() == ids(text)
 
 
+def test_half_a_surrogate_pair_is_the_replacement_character():
+    assert chatml().encode("a\ud83d<|im_end|>").tolist() == ids("a\N{REPLACEMENT CHARACTER}<|im_end|>")
+
+
 @pytest.mark.parametrize(
     ("template", "shown"),
     [

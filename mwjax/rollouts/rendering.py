@@ -31,6 +31,8 @@ Message = Mapping[str, Any]
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CACHED_SEGMENTS = 1 << 16
 
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class RenderingError(ValueError):
     """A template or tokenizer cannot be loaded, or does not render these messages."""
@@ -96,7 +98,9 @@ class Rendering:
             raise RenderingError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 ids of rendered text; special tokens in it are read as such, none are added."""
+        """int32 ids of rendered text; special tokens in it are read as such, none are added. Half of a surrogate pair,
+        which JSON can hold and UTF-8 cannot, becomes U+FFFD."""
+        text = _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
         if self._whole:
             return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         # Text between special tokens is tokenised on its own, so what earlier calls share is looked up.
