@@ -1,4 +1,4 @@
-"""Requests and responses of vLLM and SGLang with token ids, as rollouts."""
+"""Requests and responses of vLLM and SGLang with token ids, plain and through the recorder, as rollouts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from mwjax import rollouts, tree
 from mwjax.rollouts.readers import Options, detect, import_files
 from mwjax.rollouts.record import Sampling
+from tests.scripted_engine import call, logprob, pieces, prompt_token_ids, recording, reply_to, running, token_id
 from tests.toy_engine import answer, logprobs_of
 
 PROMPT, FIRST = [2, 10, 11, 1, 3, 12, 13, 1, 4], [14, 15, 1]
@@ -117,3 +118,64 @@ def test_what_disagrees_is_refused(change, field, reason, tmp_path):
     (refusal,) = result.refused
     assert (refusal.line, refusal.field) == (2, field) and reason in refusal.reason
     assert rollout.meta["refused_lines"] == [2]
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "where is it"}], "temperature": 0.9}
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def engine(request):
+    with running(request.param) as started:
+        yield started
+
+
+def recorded(engine, folder, *exchanges):
+    """The rollouts of a recorder's log of these calls: (payload, script), in the session "s"."""
+    with recording(engine.url, folder) as recorder:
+        for payload, script in exchanges:
+            headers = {"x-session-id": "s", "x-script": script}
+            call(recorder.url, "/v1/chat/completions", payload, headers=headers)
+    result = import_files([str(recorder.path)], folder / "out.jsonl")
+    return result, rollouts.read(folder / "out.jsonl").rollouts if result.rollouts else []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_recorded_call_gives_what_the_engine_sampled(engine, stream, tmp_path):
+    result, (rollout,) = recorded(engine, tmp_path, ({**CHAT, "stream": stream}, ""))
+    sampled = pieces(reply_to(CHAT))
+    if stream:  # the scripted engine's parser swallows one token, which is sampled all the same
+        sampled.insert(1, "<tool>")
+    assert ids_of(rollout) == [(prompt_token_ids(CHAT), [token_id(piece) for piece in sampled])]
+    assert rollout.turns[0].logprobs.tolist() == [logprob(piece) for piece in sampled]
+    kind = "processed" if engine.flavour == "sglang" else "raw"
+    assert {turn.sampling for turn in rollout.turns} == {Sampling(0.9, 1.0, 0, kind)}
+    assert (rollout.id, result.records, result.used) == ("s", 1, 1)
+    assert ("sampled at temperature 0.9" in result.account()) == (kind == "raw")
+
+
+def test_an_answer_that_broke_off_is_context_only_and_said_so(tmp_path):
+    with running("vllm") as engine:
+        result, found = recorded(engine, tmp_path, ({**CHAT, "stream": True}, "cut"), ({**CHAT, "stream": True}, ""))
+    (rollout,) = found
+    cut, whole = rollout.turns
+    assert len(cut.completion_ids) < len(whole.completion_ids)
+    assert cut.completion_ids.tolist() == whole.completion_ids[: len(cut.completion_ids)].tolist()
+    assert (cut.trainable, cut.purpose, whole.trainable) == (False, "cut_off", True)
+    assert rollout.meta["cut_off_turns"] == [0]
+    assert "the answer broke off" in result.account()
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("refuse", "nothing sampled: the call failed (http_status)"),
+        ("hang-up", "nothing sampled: the call failed (upstream_disconnected)"),
+        ("malformed", "malformed_events: events of the stream could not be read; ids may be missing"),
+        ("error-event", "the answer broke off"),
+    ],
+)
+def test_failed_calls_are_accounted_for(script, told, tmp_path):
+    with running("vllm") as engine:
+        result, found = recorded(engine, tmp_path, ({**CHAT, "stream": True}, script))
+    assert told in result.account()
+    assert (result.records, result.used, len(found)) == (1, script == "error-event", script == "error-event")

@@ -98,7 +98,17 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
     found = []
     for place, entry in enumerate(map(members, completions)):
         field = f"completions[{place}].completion_ids"
-        found.append(Completion(field, entry.get("index", place), entry.get("completion_ids"), entry.get("logprobs")))
+        choice = entry.get("index", place)
+        version = str(at(value, f"engine_info.{choice}.weight_version"))
+        found.append(
+            Completion(
+                field,
+                choice,
+                entry.get("completion_ids"),
+                entry.get("logprobs"),
+                policy_version=int(version) if version.isdecimal() else None,
+            )
+        )
     return calls_of(
         number,
         record.line,

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import cast
 
 from mwjax.rollouts.errors import RolloutFileError
+from mwjax.rollouts.lines import is_pipe
 from mwjax.rollouts.readers import (
     agent_lightning,
     areal,
@@ -58,6 +59,8 @@ def by_name(name: str) -> Reader:
 
 def detect(path: str) -> Reader:
     """The reader that a file is for. Raises RolloutFileError if no reader knows it or it cannot be read."""
+    if is_pipe(path):
+        raise RolloutFileError(f"cannot import {path}: it is a pipe, which can be read only once; save it to a file")
     beginning = head(path)
     claims = [reader for reader in READERS.values() if reader.looks_like(beginning)]
     if len(claims) == 1:
