@@ -22,6 +22,8 @@ from mwjax.model.attention import block_pairs, check_platform, oracle, pallas, s
 from mwjax.model.attention.blockwise import visited_blocks
 from mwjax.model.attention.sharded import on_mesh
 from mwjax.model.sharding import make_mesh
+from mwjax.tree import Batch, Rows
+from tests.random_edges import random_edges
 from tests.random_tries import random_trie
 
 BACKENDS = {"pallas": pallas.attend, "splash": splash.attend, "oracle": oracle.attend}
@@ -353,3 +355,15 @@ def test_errors_say_what_to_do():
         attend(query, key, value, end, backend="blockwise", interpret=True)
     with pytest.raises(ValueError, match=r"float32 or bfloat16 alike .* got float32, float16, float32"):
         attend(query, key.astype(jnp.float16), value, end, backend="pallas")
+
+
+def test_a_row_with_more_partly_visible_blocks_than_splash_holds_is_refused_on_the_host() -> None:
+    """Every other position is a leaf of its own: all pairs of blocks below the diagonal are partly visible."""
+    length = 20 * 512
+    ends = np.where(np.arange(length) % 2, np.arange(1, length + 1), length).astype(np.int32)
+    zeros = np.zeros((2, length), np.int32)
+    causal = np.full(length, length, np.int32)
+    rows = Rows(zeros, zeros, np.stack([causal, ends]), random_edges(0))
+    with pytest.raises(ValueError, match=r"210 partly visible pairs of blocks, and splash attention holds 160"):
+        splash.check_masks(Batch(rows))
+    splash.check_masks(Batch(rows._replace(visible_until=np.stack([causal, causal]))))

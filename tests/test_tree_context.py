@@ -67,7 +67,7 @@ def test_sizes_that_do_not_divide_are_named() -> None:
     rows = Rows(
         *np.zeros((2, 1, 24), np.int32), np.arange(1, 25, dtype=np.int32)[None], random_edges(0, rows=1, edges=12)
     )
-    with pytest.raises(ValueError, match=r"row length \(24\) must be a multiple of mesh.context \(5\)"):
+    with pytest.raises(ValueError, match=r"data.row_length \(24\) must be a multiple of mesh.context \(5\)"):
         split_context(Batch(rows), 5)
-    with pytest.raises(ValueError, match=r"edges per row \(12\) must be a multiple of mesh.context \(8\)"):
+    with pytest.raises(ValueError, match=r"data.edges_per_row \(12\) must be a multiple of mesh.context \(8\)"):
         split_context(Batch(rows), 8)

@@ -19,7 +19,8 @@ class Layout:
     """How rollouts become rows. merge: join equal edges (SFT). group_tries: one trie for a group's rollouts (packed).
 
     rollouts_per_step: whole rollouts of one optimiser step; rows_per_microbatch: rows of one pass over all processes.
-    ratios: the loss is a policy gradient, which needs the ids that were really sampled.
+    ratios: the loss is a policy gradient, which needs the ids that were really sampled; recorded: and the log-probs of
+    the engine that sampled them.
     """
 
     method: str
@@ -29,6 +30,7 @@ class Layout:
     group_tries: bool = True
     merge: bool = False
     ratios: bool = False
+    recorded: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,6 +96,13 @@ def _barred(rollout: Rollout, layout: Layout) -> tuple[str, str] | None:
             "its token ids were rendered from messages, not sampled, and have no log-probs: a policy gradient needs "
             "the sampled ones; take loss.task=sft, or record calls with mwjax record",
         )
+    unknown = [number for number, turn in enumerate(rollout.turns) if turn.trainable and turn.logprobs is None]
+    if layout.recorded and unknown:
+        return (
+            f"turns[{unknown[0]}].logprobs",
+            f"the ratio's denominator is what the engine recorded, and {len(unknown)} trainable turns have no "
+            "log-probs; record them, or set loss.old_logprobs=recompute if the model's initial weights sampled them",
+        )
     return None
 
 

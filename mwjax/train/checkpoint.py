@@ -295,7 +295,8 @@ def _readable(folder: epath.Path) -> Iterator[None]:
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # TensorStore appends kilobytes of its own description.
+        lines = str(error).split(" [tensorstore_spec")[0].strip().splitlines() or [type(error).__name__]
         reason = f"{folder}: this checkpoint is damaged and cannot be read: {lines[0]}"
         raise CheckpointUnreadable(f"{reason}\nUse another step of that run.", reason) from error
     finally:

@@ -418,6 +418,9 @@ class RunConfig(Section):
                     "number of rows"
                 )
         self._check_best()
+        idle = [name for name, value in EvaluationConfig() if value != getattr(self.evaluation, name)]
+        if idle and not self.evaluation.paths:
+            raise ValueError(f"evaluation.{idle[0]}: without effect unless evaluation.paths names held-out rollouts")
         if self.debug and self.mesh.devices > 1:
             raise ValueError("debug runs on one device: set every size of mesh to 1")
         return self

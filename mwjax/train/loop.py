@@ -17,6 +17,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from mwjax import data, losses, model
+from mwjax.model.attention.splash import check_masks
 from mwjax.rollouts import Refusal
 from mwjax.train import (
     card,
@@ -39,6 +40,7 @@ from mwjax.train.mesh import AnyProcess, leads, make_mesh, on_every_process, pla
 from mwjax.train.optimizer import learning_rate, optimizer
 from mwjax.train.progress import Reporter, measuring
 from mwjax.train.recompiles import CompileCounter
+from mwjax.train.run_directory import claimed
 from mwjax.train.step import COMPILED, Step, build, parameter_shardings
 from mwjax.train.stop import StopOnSignal
 from mwjax.train.update import Comparison, Outcome, update
@@ -89,8 +91,11 @@ def run(config: RunConfig) -> TrainResult:
     config = setup.resolved(config)
     distributed.check_alike(dict(load.flat(config.model_dump(mode="json"))), "options")
     trackers.check(config.tracking)
-    with jax.disable_jit() if config.debug else contextlib.nullcontext():
-        return _train(config, _prepare(config))
+    with (
+        claimed(config.run_dir) as run_dir,
+        jax.disable_jit() if config.debug else contextlib.nullcontext(),
+    ):
+        return _train(config, run_dir, _prepare(config))
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,9 @@ def _prepare(config: RunConfig) -> _Prepared:
     return _Prepared(mesh, shape, *parts, digest, frozen_digest, description, index, source, total, held)
 
 
-def _train(config: RunConfig, made: _Prepared) -> TrainResult:
+def _train(config: RunConfig, run_dir: epath.Path, made: _Prepared) -> TrainResult:
     transform = optimizer(config.optimizer, made.total)
     placed = parameter_shardings(made.shape, made.mesh, made.params)
-    run_dir = epath.Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
     fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total, made.frozen_digest)
     held = {"evaluation (content of the rollouts)": made.held.contents} if made.held else {}
     distributed.check_alike({**fingerprint, **held}, "data or weights")
@@ -223,6 +226,9 @@ def _steps(
     every, done, distils = config.checkpoint.every, int(current.step), made.index.layout.method == "sdcc"
     for batches in data.iterate_steps(made.source, done, made.total, workers=config.data.workers):
         weight = losses.lambda_at(batches.step, made.total, sdcc.peak, sdcc.ramp) if distils else 0.0
+        if config.model.attention == "splash":
+            for batch in batches.microbatches:
+                check_masks(batch)
         if config.debug and not log.shown:
             log.show_rollout(step, current.params, comparison, batches)
         with debug.naming(batches.step + 1):
@@ -324,8 +330,9 @@ class _Log:
         for name in ("loss", "gradient_norm"):
             if row[name] is not None and not math.isfinite(row[name]):
                 raise TrainingDiverged(
-                    f"step {row['step']}: {name} is {row[name]}; the checkpoints in {self.config.run_dir} are from "
-                    "before. Lower optimizer.learning_rate, or look for the operation with --debug"
+                    f"step {row['step']}: {name} is {row[name]}; nothing of it is saved, checkpoints in "
+                    f"{self.config.run_dir} are of earlier steps. Lower optimizer.learning_rate, or look for the "
+                    "operation with --debug"
                 )
 
     def evaluate(self, step: int, params: Any) -> bool:

@@ -192,6 +192,7 @@ def layout(config: RunConfig) -> data.Layout:
         # Equal edges can be joined where nothing tells them apart: no ratio, no advantage, no weight of the rollout.
         merge=config.loss.task == "sft" and aggregation(config.loss) in ("token_mean_global", "constant"),
         ratios=config.loss.task != "sft",
+        recorded=config.loss.task != "sft" and config.loss.old_logprobs == "recorded",
     )
 
 

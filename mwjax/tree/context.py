@@ -25,14 +25,14 @@ def split_context(batch: Batch, shards: int) -> Batch:
     """
     if shards == 1:
         return batch
-    rows, place = _split(batch.rows, shards, "row length")
-    _check_multiple(rows.edges.parent.shape[1], shards, "edges per row")
+    rows, place = _split(batch.rows, shards, "data.row_length")
+    _check_multiple(rows.edges.parent.shape[1], shards, "data.edges_per_row")
     rows = rows._replace(edges=rows.edges._replace(parent=_move(place, rows.edges.parent)))
     if batch.teacher is None or batch.pairs is None:
         return batch._replace(rows=rows)
-    teacher, teacher_place = _split(batch.teacher, shards, "teacher row length")
+    teacher, teacher_place = _split(batch.teacher, shards, "data.teacher_row_length")
     pairs = batch.pairs
-    _check_multiple(pairs.student.shape[1], shards, "pairs per row")
+    _check_multiple(pairs.student.shape[1], shards, "data.pairs_per_row")
     moved = Pairs(_move(place, pairs.student), _move(teacher_place, pairs.teacher), pairs.weight)
     return Batch(rows, teacher, moved)
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 
 from mwjax.model.attention.block_pairs import block_sizes, full_blocks, pad_to_blocks
 from mwjax.model.attention.blockwise import OUTPUT_NAME, visited_blocks
+from mwjax.tree.rows import Batch
 
 # Partly visible pairs a query block may have on average. Measured with blocks of 512: a causal row has 1, trees of 5 to
 # 21 views of up to 131,072 tokens have 2.7 to 5.2 (tests/benchmarks/tpu_attention.py).
@@ -75,6 +76,21 @@ def count_partial_blocks(visible_until: jax.Array, block: int | None = None) -> 
     index = jnp.arange(length, dtype=jnp.int32)[None]
     *_, ends, index = pad_to_blocks((nothing, nothing, nothing, row, index), sizes)
     return int((_kinds(ends[0], index[0], sizes) == PARTIAL).sum())
+
+
+def check_masks(batch: Batch) -> None:
+    """Raises ValueError where a row of a batch has more partly visible pairs of blocks than `attend` holds; numpy in,
+    computed on the host."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for rows in (batch.rows, batch.teacher):
+            for ends in () if rows is None else rows.visible_until:
+                blocks = -(-len(ends) // block_sizes(len(ends), len(ends), BLOCKS)[0])
+                held, found = min(PARTIAL_PER_QUERY_BLOCK * blocks, blocks * blocks), count_partial_blocks(ends)
+                if found > held:
+                    raise ValueError(
+                        f"a row of {len(ends)} tokens has {found} partly visible pairs of blocks, and splash attention "
+                        f"holds {held}: set model.attention=pallas, which holds any number, or data.method=logittree"
+                    )
 
 
 def _kinds(visible_until: jax.Array, query_index: jax.Array, sizes: tuple[int, int]) -> jax.Array:
