@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -29,8 +28,8 @@ from tests.training_runs import VOCABULARY, compile_once, configure, recorded, w
 
 CLOCK = ("seconds", "tokens_per_second")
 # `mwjax train`; writes down the rollouts of every step and those it reads for it. What is done at the count-th call
-# of a function in one process: kill (delay seconds later), terminate (SIGTERM), or
-# freeze.
+# of a function in one process: kill (delay seconds later), terminate (SIGTERM),
+# freeze, or fail.
 CHILD = """
 import importlib, json, os, signal, sys, threading, time
 from mwjax import cli
@@ -67,6 +66,8 @@ def act(*_):
     if calls == int(count):
         if action == "kill":
             threading.Thread(target=kill).start()
+        elif action == "fail":
+            raise OSError(5, "Input/output error", "rollouts.jsonl")
         else:
             os.kill(os.getpid(), signal.SIGTERM if action == "terminate" else signal.SIGSTOP)
 
@@ -88,6 +89,7 @@ cli.main(["train", config])
 """
 SAVE, UPDATE = "mwjax.train.checkpoint:Checkpoints.save", "mwjax.train.loop:update"
 COMMIT = "orbax.checkpoint._src.path.atomicity:on_commit_callback"
+MAKE = "mwjax.data.steps:StepSource.__getitem__"
 PLANNED = "mwjax.train.loop:_planned"
 RECOMPUTE = "loss.old_logprobs=recompute"
 
@@ -233,22 +235,15 @@ def assert_reads_its_rows_only(config: RunConfig, alone: RunConfig, processes: i
     assert min(shares) < 1
 
 
-def test_an_error_in_one_process_ends_the_other(tmp_path: Path) -> None:
-    made = recorded()
-    turns = [dataclasses.replace(turn, logprobs=None) for turn in made[3].turns]
-    made[3] = dataclasses.replace(made[3], turns=turns)
-    write(tmp_path, made)
-    config = configure(tmp_path, "mesh.data=2", "loss.task=grpo", "data.method=logittree", "data.rollouts_per_step=10")
+def test_an_error_in_one_process_ends_the_other(folder: Path) -> None:
+    config = configure(folder, "mesh.data=2")
     began = time.monotonic()
-    done = train(config)
+    first, second = train(config, act=Act(1, "fail", MAKE, 1))
     assert time.monotonic() - began < 120
-    assert [ended.status for ended in done] == [2, 2], done
-    told = [process for process, ended in enumerate(done) if f"({socket.gethostname()}) failed: " in ended.err]
-    assert len(told) == 1, done
-    teller = done[1 - told[0]]
-    said = teller.err.strip().splitlines()[-1].removeprefix("mwjax: ")
-    assert "log-prob" in said
-    assert f"mwjax: process {1 - told[0]} ({socket.gethostname()}) failed: {said}" in done[told[0]].err
+    assert (first.status, second.status) == (2, 2), (first, second)
+    assert second.err == "mwjax: rollouts.jsonl: Input/output error\n"
+    said = "[Errno 5] Input/output error: 'rollouts.jsonl'"
+    assert first.err.endswith(f"mwjax: process 1 ({socket.gethostname()}) failed: {said}\n")
 
 
 KILLED = (
