@@ -93,12 +93,13 @@ def test_completions_with_several_choices_are_several_samples(tmp_path):
 
 
 def test_calls_without_a_session_are_told_apart_by_what_they_share(tmp_path):
-    other = [9, *PROMPT[::-1], 4]
-    records = [generate(PROMPT, FIRST, "a"), generate(other, SECOND, "b"), generate(SECOND_PROMPT, SECOND, "c")]
+    system = list(range(50, 90))  # as long as it is, it tells nothing
+    prompts = [[*system, *prompt] for prompt in (PROMPT, [9, 8, 7], SECOND_PROMPT)]
+    records = [generate(prompt, ids, k) for k, (prompt, ids) in enumerate(zip(prompts, (FIRST, SECOND, SECOND)))]
     _, found = imported(records, tmp_path)
     assert [ids_of(rollout) for rollout in found] == [
-        [(PROMPT, FIRST), (SECOND_PROMPT, SECOND)],
-        [(other, SECOND)],
+        [(prompts[0], FIRST), (prompts[2], SECOND)],
+        [(prompts[1], SECOND)],
     ]
     named = [{**record, "info": {"task": "t"}} for record in records]
     _, (one,) = imported(named, tmp_path, session_by="info.task", group_by="info.task")

@@ -101,6 +101,13 @@ def test_rewards_and_groups_from_fields_and_from_a_file(tmp_path):
         import_files([log], out, rewards=rewards, overwrite=True)
 
 
+def test_rows_with_a_field_in_common_are_one_rollout(tmp_path):
+    records = [row([1, 2], [3], info={"run": 5}), row([1, 2, 3, 4], [6], info={"run": 5}), row([1], [2], info={})]
+    log, out = write(tmp_path / "a.jsonl", *records), tmp_path / "out.jsonl"
+    import_files([log], out, options=Options(session_by="info.run"))
+    assert [(each.id, len(each.turns)) for each in rollouts.read(out).rollouts] == [("5", 2), ("a:3", 1)]
+
+
 def test_an_old_file_stays_where_nothing_could_be_imported(tmp_path):
     log, out = write(tmp_path / "a.jsonl", row([1, 2], [-3])), tmp_path / "out.jsonl"
     out.write_text("before")
@@ -130,6 +137,13 @@ def test_a_file_of_no_known_format_is_refused_whole(text, reason, tmp_path):
     (tmp_path / "log").write_text(text)
     with pytest.raises(RolloutFileError, match=reason):
         import_files([str(tmp_path / "log")], tmp_path / "out.jsonl")
+
+
+def test_rollouts_need_no_import(tmp_path):
+    log, out = write(tmp_path / "a.jsonl", row([1, 2], [3])), tmp_path / "out.jsonl"
+    import_files([log], out)
+    with pytest.raises(RolloutFileError, match="holds rollouts already"):
+        detect(str(out))
 
 
 def test_mistakes_are_told_in_words(tmp_path):

@@ -137,7 +137,8 @@ def _shared(before: Call, call: Call) -> int:
 
 def _same_root(before: Call, call: Call, one: bool) -> bool:
     if before.asked is None or call.asked is None:
-        return _shared(before, call) >= min(ROOT_IDS, len(before.prompt_ids), len(call.prompt_ids))
+        # The ids of a system prompt are those of all episodes of a harness.
+        return one and _shared(before, call) >= min(ROOT_IDS, len(before.prompt_ids), len(call.prompt_ids))
     if before.asked.tools != call.asked.tools or not _mostly_equal(before.asked.system, call.asked.system):
         return False
     # In a log of many episodes, those of one harness all have its root.

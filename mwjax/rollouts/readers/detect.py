@@ -70,6 +70,8 @@ def detect(path: str) -> Reader:
     if claims:
         names = " and ".join(reader.NAME for reader in claims)
         raise RolloutFileError(f"cannot import {path}: it could be {names}; say which with --format")
+    if beginning.records and isinstance(beginning.records[0], dict) and {"id", "turns"} <= beginning.records[0].keys():
+        raise RolloutFileError(f"{path} holds rollouts already: inspect, audit and train take it as it is")
     seen = ""
     if beginning.records and isinstance(beginning.records[0], dict):
         seen = f" (its first record has {', '.join(list(beginning.records[0])[:12])})"

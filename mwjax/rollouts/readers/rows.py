@@ -20,7 +20,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.masked import sampled_runs
 from mwjax.rollouts.readers.reader import DEFAULT_SAMPLING, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record
-from mwjax.rollouts.readers.sessions import Session, refused, rollouts_of
+from mwjax.rollouts.readers.sessions import Session, at, refused, rollouts_of
 from mwjax.rollouts.record import Sampling
 
 # A rollout's name, by whatever name the trainers and their users give it.
@@ -67,8 +67,10 @@ def read_rows(
             yield Remark("empty", path, record.line, "the row has no sampled id")
             continue
         used = False
+        said = at(record.value, options.session_by) if options.session_by is not None else None
         for place, (row, calls, reward) in enumerate(made):
-            name = row.rollout or (unnamed.name if len(made) == 1 else f"{unnamed.name}.{place}")
+            name = row.rollout if said is None else str(said)
+            name = name or (unnamed.name if len(made) == 1 else f"{unnamed.name}.{place}")
             session = sessions.setdefault(name, Session(name, one=True))
             fresh = [call for call in calls if not any(_same(call, other) for other in session.calls)]
             session.calls += fresh

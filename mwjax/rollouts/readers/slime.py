@@ -142,8 +142,10 @@ def _unpickled(path: str) -> Any:
                 _damaged(path, "it holds no data.pkl")
             with packed.open(inside) as data:
                 return _Plain(data).load()
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError) as error:
-        _damaged(path, str(error))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        _damaged(path, str(error) or type(error).__name__)
 
 
 def _damaged(path: str, reason: str) -> NoReturn:

@@ -28,7 +28,7 @@ from mwjax.rollouts.readers.sessions import Session, at, check_usage, rollouts_o
 from mwjax.rollouts.readers.settings import sampling_settings
 
 NAME = "verifiers"
-DESCRIPTION = "traces.jsonl of verifiers 0.2 and newer and of prime-rl: message graphs with token ids"
+DESCRIPTION = "traces.jsonl of verifiers and prime-rl: graphs of messages with token ids"
 ROUNDED = "log-probs are rounded to four decimals, as verifiers writes them: a ratio is off by up to 0.005 %"
 
 

@@ -26,7 +26,7 @@ from mwjax.rollouts.readers.sessions import Session, at, check_usage, rollouts_o
 from mwjax.rollouts.readers.settings import sampling_settings
 
 NAME = "verifiers-steps"
-DESCRIPTION = "results.jsonl of verifiers 0.1 and older prime-rl: a trajectory of steps with tokens"
+DESCRIPTION = "results.jsonl of verifiers 0.1 and of older prime-rl: trajectories of steps with token ids"
 
 
 def looks_like(head: Head) -> bool:
