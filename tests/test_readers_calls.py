@@ -214,6 +214,25 @@ def test_arguments_spelt_anew_are_told_from_a_template_whatever_was_thought_befo
     assert [(each.turn, each.detail) for each in tree.build(rollout).junctions] == [(2, "tool_json")]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "detail"),
+    [
+        ("<tool_response>it is in x", "<tool_response>omit...", "pruned_tool_result"),
+        ("look again", "the date is today\nlook again", "injected_turn"),
+        ("look again", "never mind", None),
+    ],
+)
+def test_what_became_of_a_user_message_is_told(harness, tmp_path, before, after, detail):
+    first = harness.call("a", [SYSTEM, QUESTION], "I call a tool", tools=())
+    second = [SYSTEM, QUESTION, first, {"role": "user", "content": before}]
+    said = harness.call("b", second, "hm", tools=())
+    third = [SYSTEM, QUESTION, first, {"role": "user", "content": after}, said, {"role": "user", "content": "go on"}]
+    harness.call("c", third, "yes", tools=())
+    _, (rollout,) = imported(record(tmp_path, harness.exchanges), tmp_path)
+
+    assert [(each.turn, each.detail) for each in tree.build(rollout).junctions] == [(2, detail)]
+
+
 def test_a_retried_call_counts_once_if_it_is_one_response_and_twice_if_both_were_sampled(harness, tmp_path):
     harness.call("a", [SYSTEM, QUESTION], "I think it is x")
     harness.call("a", [SYSTEM, QUESTION], "I think it is x")

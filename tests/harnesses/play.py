@@ -47,8 +47,8 @@ QWEN_CODE = "node_modules/@qwen-code/qwen-code/cli.js"
 QWEN_AGENT = "qwen-agent/bin/python"
 
 HARNESSES = {
-    "opencode": Harness((OPENCODE,), 9, 60, {3: "refused", 5: "thinks", 7: "compact", 9: "spelled", 11: "cut"}, True),
-    "qwen-code": Harness((NODE, QWEN_CODE), 9, 200, {3: "refused", 5: "thinks", 7: "compact", 9: "spelled"}, True),
+    "opencode": Harness((OPENCODE,), 9, 60, {3: "refused", 4: "spelled", 5: "compact", 6: "thinks", 11: "cut"}, True),
+    "qwen-code": Harness((NODE, QWEN_CODE), 6, 200, {3: "refused", 4: "spelled", 5: "compact", 6: "thinks"}, True),
     "qwen-agent-text": Harness((QWEN_AGENT,), 8, 50, {3: "refused", 4: "spelled"}),
     "qwen-agent-raw": Harness((QWEN_AGENT,), 8, 50, {3: "refused", 4: "spelled", 5: "compact"}),
 }

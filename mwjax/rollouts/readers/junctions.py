@@ -66,6 +66,8 @@ def _edited(old: Sequence[Said], new: Sequence[Said]) -> str | None:
     pairs = list(zip(old, new))
     if len(new) >= len(old) and all(left.same(right) or _pruned(left, right) for left, right in pairs):
         return "pruned_tool_result" if any(not left.same(right) for left, right in pairs) else None
+    if len(new) >= len(old) and all(left.same(right) or _put_before(left, right) for left, right in pairs):
+        return "injected_turn"
     kept = [each for each in new if any(each.same(other) for other in old)]
     fresh = [each for each in new[: len(old) + 1] if not any(each.same(other) for other in old)]
     if len(kept) >= len(old) and fresh and fresh[0].role == "user":
@@ -74,7 +76,17 @@ def _edited(old: Sequence[Said], new: Sequence[Said]) -> str | None:
 
 
 def _pruned(old: Said, new: Said) -> bool:
-    return old.role == new.role == "tool" and old.answers == new.answers
+    return _is_result(old) and _is_result(new) and old.answers == new.answers
+
+
+def _is_result(said: Said) -> bool:
+    """A tool's result; where tools are called in text, as with Hermes and Qwen, it is in a user message."""
+    return said.role == "tool" or (said.role == "user" and said.text.lstrip().startswith("<tool_response>"))
+
+
+def _put_before(old: Said, new: Said) -> bool:
+    """A user message before whose text something was put: a reminder, for instance."""
+    return old.role == new.role == "user" and bool(old.text.strip()) and new.text.rstrip().endswith(old.text.rstrip())
 
 
 def _common_prefix(old: np.ndarray, new: np.ndarray) -> int:
