@@ -106,6 +106,23 @@ def test_calls_without_a_session_are_told_apart_by_what_they_share(tmp_path):
     assert (one.id, one.group, len(one.turns)) == ("t", "t", 3)
 
 
+def test_episodes_of_one_task_without_a_session_stay_apart_and_a_title_goes_with_its_own(tmp_path):
+    tools = [{"type": "function", "function": {"name": "read"}}]
+    opening = [*MESSAGES[:1], {"role": "user", "content": "find the file that holds it"}]
+    later = [*opening, *LATER[2:]]
+    title = {"messages": [{"role": "system", "content": "make a title"}, opening[1]]}
+    records = [
+        {"request": title, "response": answer("t", [7, 7, 7], [70, 1], "The file")},
+        {"request": {"messages": opening, "tools": tools}, "response": answer("a", PROMPT, FIRST, "I look")},
+        {"request": {"messages": later, "tools": tools}, "response": answer("b", SECOND_PROMPT, SECOND, "x")},
+        {"request": {"messages": opening, "tools": tools}, "response": answer("c", PROMPT, FIRST, "I look")},
+        {"request": {"messages": later, "tools": tools}, "response": answer("d", SECOND_PROMPT, [18, 1], "y")},
+    ]
+    _, found = imported(records, tmp_path)
+    assert [[turn.chain for turn in rollout.turns] for rollout in found] == [["title-1", "main", "main"], ["main"] * 2]
+    assert found[1].turns[1].completion_ids.tolist() == [18, 1]
+
+
 @pytest.mark.parametrize(
     ("change", "field", "reason"),
     [

@@ -77,7 +77,7 @@ def conversations(
     chains = _chains(calls, one)
     for chain in chains:
         chain.causes = _causes(chain, chains, calls)
-    groups = [list(range(len(chains)))] if one else _connected(chains)
+    groups = [list(range(len(chains)))] if one else _connected(chains, calls)
     result = []
     for group in groups:
         members = [chains[k] for k in group]
@@ -113,7 +113,9 @@ def _chains(calls: Sequence[Call], one: bool) -> list[_Chain]:
         free: list[_Chain] = []
         repeats = False
         for chain in chains:
-            repeated = any(np.array_equal(calls[k].prompt_ids, first.prompt_ids) for k in chain.calls)
+            # Without a session's name, a prompt that is there again later opens another episode of the same task.
+            latest = chain.calls if one else [k for k in chain.calls if k < segment[0]][-1:]
+            repeated = any(np.array_equal(calls[k].prompt_ids, first.prompt_ids) for k in latest)
             related = (parent is not None and parent in chain.calls) or repeated
             if chain.calls[-1] > segment[0]:
                 repeats = repeats or related
@@ -141,8 +143,11 @@ def _same_root(before: Call, call: Call, one: bool) -> bool:
         return one and _shared(before, call) >= min(ROOT_IDS, len(before.prompt_ids), len(call.prompt_ids))
     if before.asked.tools != call.asked.tools or not _mostly_equal(before.asked.system, call.asked.system):
         return False
-    # In a log of many episodes, those of one harness all have its root.
-    return one or before.asked.first_user == call.asked.first_user or _carries(call.asked, before)
+    if one or _carries(call.asked, before):
+        return True
+    # In a log of many episodes, those of one harness all have its root, and those of one task its opening.
+    opening = not any(each.role in ("assistant", "tool") for each in call.asked.messages)
+    return not opening and before.asked.first_user == call.asked.first_user
 
 
 def _mostly_equal(left: str, right: str) -> bool:
@@ -217,7 +222,23 @@ def _causes(chain: _Chain, chains: Sequence[_Chain], calls: Sequence[Call]) -> d
     return found
 
 
-def _connected(chains: Sequence[_Chain]) -> list[list[int]]:
+def _about(chain: _Chain, chains: Sequence[_Chain], calls: Sequence[Call]) -> int | None:
+    """The conversation that a single call without tools is about, such as one for its title: the nearest in the log
+    that has tools and whose first message it holds."""
+    asked = calls[chain.calls[0]].asked
+    if asked is None or asked.tools or len(chain.calls) > 1:
+        return None
+    found: list[tuple[int, int]] = []
+    for number, other in enumerate(chains):
+        about = calls[other.calls[0]].asked
+        if other is chain or about is None or not about.tools or len(about.first_user) < SHORTEST_CARRIED:
+            continue
+        if any(about.first_user in each.text for each in asked.messages):
+            found.append((abs(other.calls[0] - chain.calls[0]), number))
+    return min(found)[1] if found else None
+
+
+def _connected(chains: Sequence[_Chain], calls: Sequence[Call]) -> list[list[int]]:
     home = {index: number for number, chain in enumerate(chains) for index in chain.calls}
     group = list(range(len(chains)))
 
@@ -229,6 +250,9 @@ def _connected(chains: Sequence[_Chain]) -> list[list[int]]:
     for number, chain in enumerate(chains):
         for cause in chain.causes.values():
             group[root(number)] = root(home[cause])
+    for number, chain in enumerate(chains):
+        if root(number) == number and (other := _about(chain, chains, calls)) is not None:
+            group[number] = root(other)
     found: dict[int, list[int]] = {}
     for number in range(len(chains)):
         found.setdefault(root(number), []).append(number)
