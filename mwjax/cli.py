@@ -543,6 +543,14 @@ def import_(
     template: Annotated[
         str | None, typer.Option(metavar="FILE", help="Chat template, where the tokenizer's folder has none.")
     ] = None,
+    template_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--template-option",
+            metavar="NAME=JSON",
+            help="Variable of the chat template, such as enable_thinking=false; repeatable.",
+        ),
+    ] = None,
     normalise_system: Annotated[
         bool,
         typer.Option(
@@ -588,6 +596,7 @@ def import_(
             sampling=readers.sampling_of(sampling or ()),
             tokenizer=tokenizer,
             template=template,
+            template_options=readers.template_options(template_options or ()),
             normalise_system=normalise_system,
             vocab_size=vocab_size,
             progress=progress,

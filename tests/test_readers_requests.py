@@ -9,7 +9,17 @@ import json
 import pytest
 
 from mwjax.rollouts import Refusal
-from mwjax.rollouts.readers import Found, Options, Remark, chat_log, check_rendering, detect, har, rendering_for
+from mwjax.rollouts.readers import (
+    Found,
+    Options,
+    Remark,
+    chat_log,
+    check_rendering,
+    detect,
+    har,
+    rendering_for,
+    template_options,
+)
 from mwjax.tree import build
 from tests.test_readers_sessions import FIXTURES, OPTIONS, SESSIONS
 
@@ -354,6 +364,20 @@ def test_calls_of_no_session_are_rollouts_by_what_they_share(tmp_path):
     rollouts, _ = read(write(tmp_path, log))
     assert [len(rollout.turns) for rollout in rollouts] == [2, 2]
     assert not any(junctions(rollout) for rollout in rollouts)
+
+
+def test_options_of_the_template_are_the_users_unless_the_request_has_its_own(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ style }}:{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    asked = Options(
+        tokenizer=OPTIONS.tokenizer, template=str(template), template_options=template_options(['style="a"'])
+    )
+    log = [chat(GO, said("Rope."), "r1"), chat(GO, said("Salt."), "r2", chat_template_kwargs={"style": "b"})]
+    (rollout,), _ = read(write(tmp_path, log), asked)
+    assert [decoded(rollout, turn, asked)[:2] for turn in (0, 1)] == ["a:", "b:"]
+    assert rollout.meta["rendered"]["options"] == {"style": "a"}
+    with pytest.raises(ValueError, match="'maybe' is not JSON"):
+        template_options(["style=maybe"])
 
 
 def test_a_recorders_log_without_ids_can_be_read_as_chat(tmp_path):

@@ -182,6 +182,20 @@ def test_codex_encrypted_compaction_refuses_what_follows_it(tmp_path):
     assert all("encrypted compaction" in each.reason for each in refused)
 
 
+def test_codex_items_that_are_no_text_are_refused_and_make_the_context_incomplete(tmp_path):
+    def add(lines):
+        stamp = lines[0]["timestamp"]
+        kinds = ("ghost_snapshot", "web_search_call")
+        made = [{"timestamp": stamp, "type": "response_item", "payload": {"type": kind}} for kind in kinds]
+        return lines[:4] + made + lines[4:]
+
+    items = list(codex.read(edited(tmp_path, add), OPTIONS))
+    (refusal,) = [item for item in items if isinstance(item, Refusal)]
+    assert refusal.line == 6 and "'web_search_call'" in refusal.reason
+    (found,) = [item for item in items if isinstance(item, Found)]
+    assert "items that are no text" in found.rollout.meta["context_incomplete"]
+
+
 def test_codex_rolled_back_turns_are_not_in_later_prompts(tmp_path):
     def roll_back(lines):
         user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Now?"}]}

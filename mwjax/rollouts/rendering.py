@@ -54,13 +54,15 @@ class RenderedTurn(NamedTuple):
 class Rendering:
     """A chat template and the tokenizer that goes with it.
 
-    ``special``: names such as ``bos_token`` that the template may use. ``stops``: ids that end a completion; where the
+    ``special``: names such as ``bos_token`` that the template may use, and ``options`` of its own, such as
+    ``enable_thinking``. ``stops``: ids that end a completion; where the
     model's files name none, every special token does. ``source``: where it was loaded from, for messages.
     """
 
     template: str
     tokenizer: Tokenizer
     special: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     stops: frozenset[int] = frozenset()
     source: str = ""
 
@@ -73,8 +75,8 @@ class Rendering:
         options: Mapping[str, Any] | None = None,
         now: float | None = None,
     ) -> str:
-        """The rendered conversation. ``options``: further variables of the template, such as ``enable_thinking``.
-        ``now``: seconds since 1970 for ``strftime_now``, the time of the call; without it, the time of rendering.
+        """The rendered conversation. ``options``: variables of the template, before those of the rendering. ``now``:
+        seconds since 1970 for ``strftime_now``, the time of the call; without it, the time of rendering.
 
         Raises:
           RenderingError: the template refuses the messages or fails on them.
@@ -82,6 +84,7 @@ class Rendering:
         moment = datetime.datetime.now() if now is None else datetime.datetime.fromtimestamp(now)
         variables = {
             **self.special,
+            **self.options,
             **(options or {}),
             "messages": [self._message(message) for message in messages],
             "tools": [dict(tool) for tool in tools] or None,
@@ -264,7 +267,7 @@ def load(path: str | os.PathLike[str], template: str | os.PathLike[str] | None =
         _environment().parse(text)
     except jinja2.TemplateSyntaxError as error:
         raise RenderingError(f"the chat template ({template or place}) line {error.lineno}: {error.message}") from None
-    return Rendering(text, tokenizer, special, frozenset(ids), str(path))
+    return Rendering(text, tokenizer, special, stops=frozenset(ids), source=str(path))
 
 
 def _folder_template(folder: Path | None, config: Mapping[str, Any]) -> str | None:

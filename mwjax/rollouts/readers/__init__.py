@@ -3,7 +3,7 @@
 from mwjax.rollouts.readers.detect import READERS, detect
 from mwjax.rollouts.readers.importing import Imported, import_files
 from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Reader, Remark, sampling_of
-from mwjax.rollouts.readers.rendered import rendering_for
+from mwjax.rollouts.readers.rendered import rendering_for, template_options
 from mwjax.rollouts.readers.skew import Difference, Skew, check_rendering
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "import_files",
     "rendering_for",
     "sampling_of",
+    "template_options",
 ]

@@ -21,7 +21,10 @@ from mwjax.rollouts.readers.sessions import at
 NAME = "codex"
 DESCRIPTION = "rollout files of Codex (no ids: rendered)"
 
+UNREADABLE = "items that are no text"
+
 _WRITTEN = ("reasoning", "function_call", "custom_tool_call", "local_shell_call")
+_OWN = ("ghost_snapshot", "other")  # the program's own notes, which no model sees
 _ENCRYPTED = ("compaction", "compaction_summary", "context_compaction")
 
 
@@ -123,8 +126,14 @@ class _Session:
         if kind in _ENCRYPTED:
             self.answered()
             self._lose("payload")
+        if kind in _OWN:
+            return
         written = kind in _WRITTEN or (kind == "message" and item.get("role") == "assistant")
-        chat.from_responses([item], "payload")  # refused here, with its own line, if it is no text
+        try:
+            chat.from_responses([item], "payload")
+        except RecordError:
+            self.unseen += [] if UNREADABLE in self.unseen else [UNREADABLE]
+            raise
         if not written:
             self.answered()
         elif self.open is None:

@@ -11,8 +11,8 @@ every record of its file as part of one of these, so that nothing is dropped wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from mwjax.rollouts.errors import RecordError, Refusal
@@ -63,8 +63,9 @@ class Options:
     recorded log-probs are, "auto" for what is known of the engine. ``sampling``: settings where a record names none.
     ``vocab_size``: ids at or beyond it are refused.
     ``tokenizer``, ``template``: a tokenizer.json or model folder, and a chat template file, for formats without ids and
-    for telling re-tokenised text. ``normalise_system``: give all calls of a conversation the first one's system prompt
-    where theirs differs in a few lines. ``progress``: called with the file and the bytes read of it so far.
+    for telling re-tokenised text; ``template_options``: variables of the template. ``normalise_system``: give all calls
+    of a conversation the first one's system prompt where theirs differs in a few lines. ``progress``: called with the
+    file and the bytes read of it so far.
     """
 
     group_by: str | None = None
@@ -74,6 +75,7 @@ class Options:
     sampling: Sampling = DEFAULT_SAMPLING
     tokenizer: str | None = None
     template: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     normalise_system: bool = False
     vocab_size: int | None = None
     progress: Callable[[str, int], None] | None = None

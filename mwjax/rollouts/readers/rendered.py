@@ -66,7 +66,21 @@ def rendering_for(name: str, options: Options) -> Rendering:
             f"{name} logs hold messages, not token ids: give the model that they are to be rendered for, "
             "--tokenizer FOLDER (with tokenizer.json and a chat template) or --tokenizer tokenizer.json --template FILE"
         )
-    return _loaded(options.tokenizer, options.template)
+    return dataclasses.replace(_loaded(options.tokenizer, options.template), options=options.template_options)
+
+
+def template_options(words: Sequence[str]) -> dict[str, Any]:
+    """``Options.template_options`` from words such as "enable_thinking=false". Raises ValueError."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            raise ValueError(f"--template-option {word}: {value!r} is not JSON, as in enable_thinking=false") from None
+        if not sign or not name.isidentifier():
+            raise ValueError(f"--template-option {word}: must be NAME=JSON, as in enable_thinking=false")
+    return found
 
 
 @lru_cache(maxsize=2)
@@ -207,6 +221,7 @@ def rendered_meta(rendering: Rendering, notes: Mapping[str, int], missing: Seque
     source = {
         "tokenizer": os.path.basename(rendering.source.rstrip("/")) or rendering.source,
         "template_crc32": zlib.crc32(rendering.template.encode()),
+        **({"options": dict(rendering.options)} if rendering.options else {}),
         **({"notes": dict(notes)} if notes else {}),
     }
     return {"rendered": source, **({"context_incomplete": list(missing)} if missing else {})}
