@@ -79,9 +79,6 @@ def read(path: str, options: Options) -> Iterator[Item]:
         hidden = hidden or session.hides_thinking(uuids)
         calls.append(call)
     calls.sort(key=lambda call: call.time or 0.0)
-    if any(call.detail == "compaction" for call in calls):
-        reason = "a summary was sampled in a call that the log does not hold: its text is context only"
-        yield Remark("warning", path, calls[0].line, reason)
     if calls:
         yield from rollout_items(
             path,

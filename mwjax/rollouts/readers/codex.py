@@ -61,9 +61,6 @@ def read(path: str, options: Options) -> Iterator[Item]:
         return
     # Codex leaves out of its base instructions what is about tools that it does not offer.
     missing = [SYSTEM, TOOLS, *session.unseen]
-    if session.summaries:
-        reason = "a summary was sampled in a call that the log does not hold: its text is context only"
-        yield Remark("warning", path, session.summaries[0], reason)
     yield from rollout_items(
         path, session.name, session.calls, rendering, missing=missing, records=read_lines, meta=session.meta
     )
@@ -84,7 +81,6 @@ class _Session:
         self.detail: str | None = None
         self.summing_up = False
         self.calls: list[Seen] = []
-        self.summaries: list[int] = []
         self.unseen: list[str] = []
         self.meta: dict[str, Any] = {}
         self.lost = False
@@ -150,7 +146,6 @@ class _Session:
         history, written = self.items[: self.open], self.items[self.open :]
         self.open = None
         if self.summing_up:
-            self.summaries.append(self.line)
             del self.items[-len(written) :]
             return
         if self.lost:

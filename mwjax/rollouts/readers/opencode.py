@@ -89,9 +89,6 @@ def read(path: str, options: Options) -> Iterator[Item]:
         calls = with_causes([calls[at] for at in order])
         for reason in empty:
             yield Remark("empty", path, number, reason)
-        if any(call.detail == "compaction" for call in calls):
-            reason = "a summary was sampled in a call that the log does not hold: its text is context only"
-            yield Remark("warning", path, number, reason)
         if calls:
             yield from rollout_items(
                 path,

@@ -73,9 +73,6 @@ def read(path: str, options: Options) -> Iterator[Item]:
             else:
                 calls.append(call)
     calls = sorted(calls, key=lambda call: (call.time or 0.0, call.chain != MAIN_CHAIN))
-    if any(call.detail == "compaction" for call in calls):
-        reason = "a summary was sampled in a call that the log does not hold: its text is context only"
-        yield Remark("warning", path, calls[0].line, reason)
     if calls:
         yield from rollout_items(
             path,

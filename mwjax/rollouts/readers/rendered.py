@@ -179,6 +179,10 @@ def rollout_items(
     used = max(len(turns), (records or len(calls)) - refused)
     yield Found(Rollout(name, tuple(turns), (), group, reward, whole), calls[0].line, used)
     yield from rendered_remarks(path, calls[0].line, notes, missing)
+    line = next((seen.line for seen in calls if seen.detail == "compaction" and seen.cause is None), None)
+    if line is not None:
+        reason = "a summary was sampled in a call that the log does not hold: its text is context only"
+        yield Remark("warning", path, line, reason)
 
 
 def with_causes(calls: list[Seen]) -> list[Seen]:
