@@ -13,7 +13,7 @@ import pytest
 
 from mwjax.quickstart import tokenizer_path
 from mwjax.rollouts import Refusal
-from mwjax.rollouts.readers import Found, Options, Remark, chat, codex, detect, opencode, qwen_code
+from mwjax.rollouts.readers import Found, Options, Remark, chat, codex, detect, opencode, qwen_code, rendering_for
 from mwjax.tree import build
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -180,6 +180,20 @@ def test_codex_encrypted_compaction_refuses_what_follows_it(tmp_path):
     assert [len(turn.prompt_ids) for turn in found.rollout.turns] == [len(whole.turns[k].prompt_ids) for k in kept]
     assert len(refused) == 1 + second - first
     assert all("encrypted compaction" in each.reason for each in refused)
+
+
+def test_codex_answers_of_several_items_are_one_turn(tmp_path):
+    def add(lines):
+        stamp = lines[-1]["timestamp"]
+        thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "More."}]}
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": " Indeed."}]}
+        more = [{"timestamp": stamp, "type": "response_item", "payload": item} for item in (thought, said)]
+        last = next(k for k in reversed(range(len(lines))) if lines[k]["type"] == "response_item")
+        return lines[: last + 1] + more + lines[last + 1 :]
+
+    rollout = rollout_of(list(codex.read(edited(tmp_path, add), OPTIONS)))
+    text = rendering_for("test", OPTIONS).decode(rollout.turns[-1].completion_ids.tolist())
+    assert text.endswith("All files are read: the last village sells rope. Indeed.<|im_end|>") and "More." in text
 
 
 def test_codex_items_that_are_no_text_are_refused_and_make_the_context_incomplete(tmp_path):

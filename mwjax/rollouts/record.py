@@ -66,7 +66,12 @@ class Edit:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One episode: its turns in the order the engine served them, the harness's edits if known, and the reward."""
+    """One episode: its turns in the order the engine served them, the harness's edits if known, and the reward.
+
+    ``meta`` is the user's own, but for what ``mwjax import`` writes: ``junction_details`` (turn -> what was done to the
+    context before it), ``rendered`` (the ids are a template's, not an engine's) and ``context_incomplete`` (what of the
+    context the log did not hold).
+    """
 
     id: str
     turns: tuple[Turn, ...]

@@ -162,6 +162,13 @@ def from_responses(items: Any, field: str) -> list[Message]:
     return result
 
 
+def joined(found: Sequence[Message]) -> Message:
+    """Several messages that one response holds, as the one turn that they are."""
+    calls = [made for each in found for made in each.get("tool_calls", ())]
+    thoughts = "\n".join(each["reasoning_content"] for each in found if each.get("reasoning_content"))
+    return message("assistant", "".join(each["content"] for each in found), reasoning=thoughts, calls=calls)
+
+
 def _add_to_answer(answer: Message, kind: str, item: Mapping[str, Any], where: str) -> None:
     if kind == "message":
         answer["content"] += text_of(item.get("content"), f"{where}.content")

@@ -154,7 +154,7 @@ class _Session:
         messages = chat.from_responses(history, "")
         if self.system:
             messages.insert(0, chat.message("system", self.system))
-        (answer,) = chat.from_responses(written, "")[:1]
+        answer = chat.joined(chat.from_responses(written, ""))
         hidden = any(item.get("encrypted_content") and not item.get("content") for item in written)
         if hidden and "reasoning (it is encrypted)" not in self.unseen:
             self.unseen.append("reasoning (it is encrypted)")

@@ -270,17 +270,10 @@ def answers(endpoint: Endpoint, response: Mapping[str, Any]) -> Iterator[tuple[i
         found = [each for each in chat.from_responses(response.get("output"), "response.output") if _says(each)]
         if not found:
             return
-        answer = found[-1] if len(found) == 1 else _joined(found)
+        answer = found[-1] if len(found) == 1 else chat.joined(found)
         reason = _text(at(response, "incomplete_details.reason")) or _text(response.get("status"))
     if _says(answer):
         yield 0, answer, reason
-
-
-def _joined(found: Sequence[chat.Message]) -> chat.Message:
-    """Several messages that one response holds, as the one turn that they are."""
-    calls = [made for each in found for made in each.get("tool_calls", ())]
-    thoughts = "\n".join(each["reasoning_content"] for each in found if each.get("reasoning_content"))
-    return chat.message("assistant", "".join(each["content"] for each in found), reasoning=thoughts, calls=calls)
 
 
 def _says(answer: chat.Message) -> bool:
