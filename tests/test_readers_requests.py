@@ -226,6 +226,11 @@ def text_item(text):
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
 
 
+def test_a_server_that_may_cut_the_prompt_is_said(tmp_path):
+    _, others = read(write(tmp_path, [responses("Go", [text_item("Rope.")], "r1", truncation="auto")]))
+    assert ["may be less" in other.reason for other in others] == [True]
+
+
 def test_a_previous_response_is_followed_in_the_log(tmp_path):
     log = [
         responses("Go", [text_item("Rope.")], "r1"),

@@ -93,6 +93,9 @@ def rollouts_of(
             continue
         if not calls:
             yield Remark("empty", path, exchange.line, "the answer is empty")
+        if exchange.request.get("truncation") == "auto" or exchange.request.get("truncate_prompt_tokens"):
+            reason = "the request lets the server cut a prompt that is too long: what the model saw may be less"
+            yield Remark("warning", path, exchange.line, reason)
         session.seen += calls
         session.places += [exchange.place] * len(calls)
     for session in sessions.values():
