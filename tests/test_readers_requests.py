@@ -163,6 +163,18 @@ def test_a_system_line_that_changes_is_said_and_normalised_on_request(tmp_path):
     assert "12:00:01" in decoded(rollout, 2, asked) and "was given the first call's" in warning.reason
 
 
+def test_episodes_of_no_session_keep_their_own_system_prompts(tmp_path):
+    log = []
+    for task in ("north", "south"):
+        system = f"You are an agent.\nBe brief.\nNever lie.\nAsk when unsure.\nTask {task}."
+        log.append(chat([{"role": "system", "content": system}, user(f"Go {task}.")], said("Rope."), task))
+        del log[-1]["session_id"]
+    asked = Options(tokenizer=OPTIONS.tokenizer, template=OPTIONS.template, normalise_system=True)
+    rollouts, others = read(write(tmp_path, log), asked)
+    assert [("Task south" in decoded(rollout, 0)) for rollout in rollouts] == [False, True]
+    assert not any("system prompt changes" in other.reason for other in others)
+
+
 def test_another_system_prompt_is_another_conversation_and_not_normalised(tmp_path):
     title = [{"role": "system", "content": "You write a title for a conversation."}, user("Go")]
     log = [chat(title, said("Rope"), "r0", tools=()), chat(GO, said("Rope."), "r1")]

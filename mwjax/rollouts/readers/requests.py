@@ -103,7 +103,7 @@ def rollouts_of(
 
 
 def _rollouts(path: str, session: _Session, rendering: Rendering, options: Options) -> Iterator[Item]:
-    seen, changing = steady_system(session.seen, normalise=options.normalise_system)
+    seen, changing = steady_system(session.seen, one=session.one, normalise=options.normalise_system)
     if changing:
         done = "was given the first call's" if options.normalise_system else "each begins a branch of its own"
         advice = "" if options.normalise_system else "; --normalise-system gives every call the first one's"
@@ -155,14 +155,16 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
             yield Remark("warning", path, conversation.calls[turn].line, reason)
 
 
-def steady_system(seen: Sequence[Seen], *, normalise: bool) -> tuple[list[Seen], list[str]]:
-    """The calls, and the lines by which a system prompt differs from that of the first call with the same tools, where
-    those are few. With ``normalise`` these calls get the first one's."""
+def steady_system(seen: Sequence[Seen], *, one: bool, normalise: bool) -> tuple[list[Seen], list[str]]:
+    """The calls, and the lines by which a system prompt differs from that of the first call of its conversation, where
+    those are few. With ``normalise`` these calls get the first one's. one: all calls are of one rollout; otherwise
+    conversations are told apart by their first user message, since a line may well name the episode."""
     firsts: list[Seen] = []
     result: list[Seen] = []
     changing: list[str] = []
     for call in seen:
-        first = next((each for each in firsts if each.tools == call.tools and _differ(each, call) is not None), None)
+        alike = (each for each in firsts if each.tools == call.tools and (one or _opening(each) == _opening(call)))
+        first = next((each for each in alike if _differ(each, call) is not None), None)
         if first is None:
             firsts.append(call)
             result.append(call)
@@ -173,6 +175,10 @@ def steady_system(seen: Sequence[Seen], *, normalise: bool) -> tuple[list[Seen],
         rest = [each for each in call.messages if each["role"] != "system"]
         result.append(dataclasses.replace(call, messages=(*same, *rest)) if lines and normalise else call)
     return result, changing
+
+
+def _opening(call: Seen) -> str:
+    return next((each["content"] for each in call.messages if each["role"] == "user"), "")
 
 
 def _differ(first: Seen, call: Seen) -> list[str] | None:
