@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from mwjax.cli import main
 from mwjax.rollouts import Refusal
 from mwjax.rollouts.readers import (
     Found,
@@ -443,3 +444,28 @@ def test_the_check_tells_other_text_from_other_tokens(tmp_path):
 
 def _differ(left, right):
     return next(k for k, (a, b) in enumerate(zip(left, right)) if a != b)
+
+
+def test_the_command_imports_and_checks(tmp_path, capsys):
+    rendering = rendering_for("test", OPTIONS)
+    turn = rendering.turn(GO, said("Rope."), [READ])
+    path = write(
+        tmp_path, [with_ids(chat(GO, said("Rope."), "r1"), turn.prompt_ids.tolist(), turn.completion_ids.tolist())]
+    )
+    words = ["import", path, "--out", str(tmp_path / "out.jsonl"), "--check-rendering"]
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2 and "--tokenizer" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--tokenizer", OPTIONS.tokenizer, "--template", OPTIONS.template])
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    assert "1 rollout, 1 turn" in shown and "1 of 1 prompts and 1 of 1 completions are the recorded ids" in shown
+
+
+def test_the_command_says_what_a_log_without_ids_needs(tmp_path, capsys):
+    path = write(tmp_path, [chat(GO, said("Rope."), "r1")])
+    with pytest.raises(SystemExit) as left:
+        main(["import", path, "--out", str(tmp_path / "out.jsonl")])
+    assert left.value.code == 2 and "chat logs hold messages, not token ids: give" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
