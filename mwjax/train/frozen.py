@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from mwjax import model
@@ -18,7 +18,7 @@ Params = Any
 def save(run_dir: epath.PathLike, frozen: Params, digest: str) -> None:
     """Writes the frozen parameters of a run, unless they are there. digest: theirs, as in `setup.fingerprint`."""
     with checkpoint.Checkpoints(_folder(run_dir, digest), {setup.FROZEN_WEIGHTS: digest}, keep=1) as once:
-        once.save(0, TrainState(frozen, (), jnp.zeros((), jnp.int32)))
+        once.save(0, TrainState(frozen, (), np.zeros((), np.int32)))
 
 
 def load_decoder(run_dir: epath.PathLike, step: int | None = None) -> tuple[model.ModelConfig, Params]:
