@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 TASK = "Read all the files and say what the last village sells."
 SESSION = "villages"
 SECONDS = 150
+NOWHERE = "http://127.0.0.1:9"
 
 
 class Harness(NamedTuple):
@@ -138,7 +139,12 @@ def _opencode(folder: Path, home_folder: Path, url: str) -> tuple[list[str], dic
     }
     (home_folder / "work" / "opencode.json").write_text(json.dumps(config))
     environment = {f"XDG_{kind}_HOME": str(home_folder / kind) for kind in ("DATA", "CONFIG", "CACHE", "STATE")}
-    return [str(folder / OPENCODE), "run", TASK], {**environment, "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    return [str(folder / OPENCODE), "run", TASK], {
+        **environment,
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "NPM_CONFIG_REGISTRY": NOWHERE,
+        "npm_config_registry": NOWHERE,
+    }
 
 
 def _qwen_code(folder: Path, home_folder: Path, url: str) -> tuple[list[str], dict[str, str]]:
@@ -216,7 +222,8 @@ def _loopback_up() -> None:
 def _unroutable() -> int:
     """How often anything in this network tried to reach an address that is not loopback."""
     names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Ip:"))
-    return int(values[names.index("OutNoRoutes")])
+    sixth = dict(line.split() for line in Path("/proc/net/snmp6").read_text().splitlines())
+    return int(values[names.index("OutNoRoutes")]) + int(sixth["Ip6OutNoRoutes"])
 
 
 if __name__ == "__main__":
