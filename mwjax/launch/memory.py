@@ -10,7 +10,8 @@ import jax
 from mwjax.launch.topologies import GIB, TPU7X, V5E, V5P, V6E, Generation
 
 # Bytes that XLA's TPU compiler lets a program have on one jax device, as its out-of-memory messages say (libtpu
-# 0.0.42): not quite what the chip has. A TPU7x is two devices.
+# 0.0.42): not quite what the chip has. What it holds against them is a program's peak, not the sum of the sizes it
+# reports (15.66 GiB compile for v5e where that sum is 16.02). A TPU7x is two devices.
 USABLE = {V5E: 15.75 * GIB, V5P: 95.74 * GIB, V6E: 31.25 * GIB, TPU7X: 94.75 * GIB}
 
 
