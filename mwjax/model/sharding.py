@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mwjax.model.config import ModelConfig
@@ -50,7 +51,9 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, *
     if wanted > len(devices):
         sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape))
         raise ValueError(f"mesh {sizes}: {wanted} devices wanted, {len(devices)} {devices[0].platform} found")
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:wanted])
+    # Axes may be cut out of a physical one: not every shape is a product of those of a slice.
+    placed = mesh_utils.create_device_mesh(shape, devices=devices[:wanted], allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def spec(axes: Sequence[str]) -> PartitionSpec:

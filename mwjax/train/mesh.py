@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,11 +19,15 @@ from mwjax.tree.context import split_context
 
 
 class Share(NamedTuple):
-    """The part of every micro-batch's rows that lies on a process's devices: the ``part``-th of ``parts`` equal ones.
-    Processes that share rows (because ``tensor`` or ``context`` spans them) have the same part."""
+    """The part of every micro-batch's rows that a process makes: the ``part``-th of ``parts`` equal ones.
+
+    Processes that share rows (because ``tensor`` or ``context`` spans them) make the same part. blocks: where on the
+    mesh the part lies, in units of the rows of one device; a slice's devices are not ordered by host. Empty: in order.
+    """
 
     part: int = 0
     parts: int = 1
+    blocks: tuple[int, ...] = ()
 
 
 WHOLE = Share()  # all rows
@@ -44,15 +49,25 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 
 def share(mesh: Mesh) -> Share:
-    """Which rows this process has to make. Raises ValueError where they would not be one stretch of the batch."""
-    blocks = mesh.shape[sharding.DATA] * mesh.shape[sharding.FSDP]
-    places = NamedSharding(mesh, PartitionSpec(ROWS)).addressable_devices_indices_map((blocks,))
-    mine = sorted({index[0].indices(blocks)[0] for index in places.values() if index is not None})
-    if mine != list(range(mine[0], mine[-1] + 1)) or blocks % len(mine) or mine[0] % len(mine):
+    """Which rows this process has to make. Raises ValueError where processes would hold overlapping parts."""
+    rows = mesh.devices.reshape(mesh.shape[sharding.DATA] * mesh.shape[sharding.FSDP], -1)
+    held: dict[int, set[int]] = {}
+    for block, devices in enumerate(rows):
+        for device in devices:
+            held.setdefault(device.process_index, set()).add(block)
+    return share_of(held, jax.process_index())
+
+
+def share_of(held: Mapping[int, Collection[int]], process: int) -> Share:
+    """A process's share, from the blocks of rows that lie on the devices of each. Raises as `share`."""
+    parts = sorted({tuple(sorted(blocks)) for blocks in held.values()})
+    if len({len(part) for part in parts}) > 1 or len(set().union(*parts)) < sum(map(len, parts)):
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: process {jax.process_index()} would hold the rows {mine}, with gaps"
+            f"mesh: the processes would hold the rows {', '.join(map(str, parts))}, which overlap; choose mesh.tensor "
+            "times mesh.context so that it divides a host's devices or is a multiple of them"
         )
-    return Share(mine[0] // len(mine), blocks // len(mine))
+    mine = tuple(sorted(held[process]))
+    return Share(parts.index(mine), len(parts), mine)
 
 
 def leads() -> bool:
@@ -125,10 +140,11 @@ def _replicate(mesh: Mesh) -> Any:
 
 
 def _put(held: Share, array: np.ndarray, target: NamedSharding) -> jax.Array:
-    first = held.part * len(array)
-
     def part(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(len(array) * held.parts)
-        return array[(slice(start - first, stop - first), *index[1:])]
+        if held.blocks:  # a device asks for one block
+            size = len(array) // len(held.blocks)
+            start, stop = (at - start + held.blocks.index(start // size) * size for at in (start, stop))
+        return array[(slice(start, stop), *index[1:])]
 
     return jax.make_array_from_callback((len(array) * held.parts, *array.shape[1:]), target, part)

@@ -1,0 +1,44 @@
+"""Which rows a process makes, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mwjax.train import mesh
+from mwjax.train.config import MeshConfig
+from mwjax.train.mesh import Share, share_of
+
+
+def test_parts_are_numbered_by_where_they_begin() -> None:
+    by_host = {0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}  # four chips by two: a host has a square, a row of chips crosses both
+    assert share_of(by_host, 0) == Share(0, 2, (0, 1, 4, 5))
+    assert share_of(by_host, 1) == Share(1, 2, (2, 3, 6, 7))
+    assert share_of({0: {0}, 1: {0}, 2: {1}, 3: {1}}, 3) == Share(1, 2, (1,))  # tensor spans two processes
+    with pytest.raises(ValueError, match="overlap"):
+        share_of({0: {0, 1}, 1: {1, 2}}, 0)
+    with pytest.raises(ValueError, match="overlap"):
+        share_of({0: {0, 1}, 1: {2}}, 0)
+
+
+def test_every_row_lands_once_whatever_the_order_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of four blocks each, in one: what each puts where its devices are is the batch, reordered."""
+    asked: list[Callable[[tuple[slice, ...]], np.ndarray]] = []
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, target, part: asked.append(part))
+    rows = np.arange(16 * 3).reshape(16, 3)  # two rows a block
+    held = {0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}
+    whole = NamedSharding(mesh.make_mesh(MeshConfig()), PartitionSpec())
+    landed = np.full_like(rows, -1)
+    for process in held:
+        share = share_of(held, process)
+        mesh._put(share, rows[share.part * 8 : share.part * 8 + 8], whole)
+        for block in sorted(held[process]):
+            at = slice(2 * block, 2 * block + 2)
+            landed[at] = asked[-1]((at, slice(0, 3)))
+    assert sorted(map(tuple, landed)) == sorted(map(tuple, rows))
+    np.testing.assert_array_equal(landed[[0, 1, 2, 3, 8, 9, 10, 11]], rows[:8])
+    np.testing.assert_array_equal(landed[[4, 5, 6, 7, 12, 13, 14, 15]], rows[8:])
