@@ -120,6 +120,7 @@ def value_and_gradients(**options: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(params)
 
 
+@pytest.mark.slow
 def test_scan_remat_and_bfloat16():
     (value, routing), gradients = expected = value_and_gradients()
     assert routing.load.shape == (2, 8) and float(routing.probability.sum()) == pytest.approx(2 * 44)

@@ -157,7 +157,7 @@ def fake_step(bad: int) -> Step:
         return jnp.zeros(()) / params
 
     unused: Any = None
-    return Step(lambda: jnp.zeros(()), accumulate, unused, unused, score, score)
+    return Step(lambda: jnp.zeros(()), accumulate, unused, unused, unused, score, score)
 
 
 def test_a_nan_is_found_and_named() -> None:

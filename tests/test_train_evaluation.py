@@ -18,7 +18,7 @@ import pytest
 
 from mwjax import model, rollouts
 from mwjax.train import evaluation, loop, metrics_log, setup
-from mwjax.train.config import MeshConfig, RunConfig
+from mwjax.train.config import EvaluationConfig, MeshConfig, RunConfig
 from mwjax.train.mesh import make_mesh
 from tests.training_runs import compile_once, configure, recorded, write  # noqa: F401
 
@@ -115,8 +115,8 @@ def test_nothing_usable_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (5, [0, 5])])
-def test_when_evaluation_is_due(tmp_path: Path, every: int, steps: list[int]) -> None:
-    config = configure(tmp_path, f"evaluation.every={every}").evaluation
+def test_when_evaluation_is_due(every: int, steps: list[int]) -> None:
+    config = EvaluationConfig(every=every)
     assert [step for step in range(6) if evaluation.due(config, step, 5)] == steps
 
 
