@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -36,12 +37,13 @@ print(joined.process, joined.count, jax.process_count(), jax.device_count(), flo
 
 
 def free_port() -> int:
-    """A port with a free one above it."""
+    """A port with a free one above it, below those that systems give to outgoing connections: one of theirs could take
+    it before it is used."""
     while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
         with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
             try:
+                first.bind(("127.0.0.1", port))
                 second.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue
