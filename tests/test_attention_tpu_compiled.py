@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mwjax.launch.plan_request import ENVIRONMENT
+
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="compiles with libtpu, of the extra 'tpu'")
 
 SCRIPT = """
@@ -59,14 +61,9 @@ def kernels_of(backend, topology, lengths, head_dims, dtypes, remat="attention",
         [sys.executable, "-c", SCRIPT, json.dumps([backend, topology, lengths, head_dims, dtypes, remat, context])],
         env={
             **os.environ,
-            "JAX_PLATFORMS": "cpu",
+            **ENVIRONMENT,
             "XLA_FLAGS": "",
             "PYTHONPATH": str(Path(__file__).parent.parent),
-            "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_WORKER_ID": "0",
         },
         capture_output=True,
         text=True,

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mwjax import losses, model
+from mwjax.launch.plan_request import ENVIRONMENT
 from mwjax.model import grouped
 from mwjax.model.experts import Routing, _mixture
 from tests import eight_devices
@@ -312,13 +313,8 @@ def test_on_tpus_the_work_is_that_of_the_chosen_experts(topology, dtype):
         [sys.executable, "-c", COMPILED, topology, dtype],
         env={
             **os.environ,
+            **ENVIRONMENT,
             "PYTHONPATH": str(eight_devices.ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_WORKER_ID": "0",
         },
         capture_output=True,
         text=True,

@@ -114,7 +114,7 @@ def _forward_local(
     zero = jnp.zeros_like(scale)
     m, l, s, at_target = loop_chunks(unembedding.shape[0], chunk, body, (zero + MASKED, zero, zero, zero))
     if split:
-        higher = largest_over_vocabulary(m, split)
+        higher = largest_over_vocabulary(m)
         shrink = jnp.exp(m - higher)
         l, s, at_target = over_vocabulary((shrink * l, shrink * (s + l * (m - higher)), at_target), split)
         m = higher

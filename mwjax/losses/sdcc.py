@@ -112,7 +112,7 @@ def _forward_local(
     zero = jnp.zeros(xs.shape[0], dtype)
     ms, ls, mt, lt, gap = loop_chunks(ws.shape[0], chunk, body, (zero + MASKED, zero, zero + MASKED, zero, zero))
     if split:
-        ms_all, mt_all = largest_over_vocabulary(ms, split), largest_over_vocabulary(mt, split)
+        ms_all, mt_all = largest_over_vocabulary(ms), largest_over_vocabulary(mt)
         ls, lt, gap = over_vocabulary(
             (ls * jnp.exp(ms - ms_all), lt * jnp.exp(mt - mt_all), gap * jnp.exp(mt - mt_all)), split
         )

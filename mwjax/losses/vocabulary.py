@@ -110,9 +110,9 @@ def over_vocabulary(x: Any, split: bool) -> Any:
     return jax.lax.psum(x, TENSOR) if split else x
 
 
-def largest_over_vocabulary(x: jax.Array, split: bool) -> jax.Array:
-    """The maximum over the devices that hold other rows of the vocabulary."""
-    return jax.lax.pmax(x, TENSOR) if split else x
+def largest_over_vocabulary(x: jax.Array) -> jax.Array:
+    """The maximum over the devices that hold other rows of the vocabulary, which is split."""
+    return jax.lax.pmax(x, TENSOR)
 
 
 def over_positions(gradient: jax.Array, split: bool) -> jax.Array:

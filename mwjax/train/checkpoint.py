@@ -195,12 +195,7 @@ def ranked(steps: Sequence[int], scores: Scores) -> list[int]:
 
 def compare(saved: Fingerprint, current: Fingerprint, where: str) -> None:
     """Raises ``CheckpointMismatch`` listing every key on which the two differ."""
-    missing = object()
-    lines = [
-        f"  {key}: {saved.get(key, 'not set')!r} in the checkpoint, {current.get(key, 'not set')!r} in this run"
-        for key in sorted({*saved, *current})
-        if saved.get(key, missing) != current.get(key, missing)
-    ]
+    lines = distributed.differing(saved, "in the checkpoint", current, "in this run")
     if lines:
         raise CheckpointMismatch(
             f"{where}: a checkpoint of another run; these differ:\n"

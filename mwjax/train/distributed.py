@@ -389,17 +389,21 @@ def of_leader(value: Any) -> Any:
     return json.loads(client.blocking_key_value_get(place, DAY))
 
 
+def differing(some: Mapping[str, Any], where: str, others: Mapping[str, Any], elsewhere: str) -> list[str]:
+    """A line for every key on which two mappings differ, with both values and where each stands."""
+    missing = object()
+    return [
+        f"  {key}: {some.get(key, 'not set')!r} {where}, {others.get(key, 'not set')!r} {elsewhere}"
+        for key in sorted({*some, *others})
+        if some.get(key, missing) != others.get(key, missing)
+    ]
+
+
 def check_alike(values: Mapping[str, Any], what: str) -> None:
     """Raises ProcessesError where some JSON values are not those of process 0, which would train something else."""
     import jax
 
-    theirs, missing = of_leader(values), object()
-    mine = json.loads(json.dumps(values))
-    lines = [
-        f"  {key}: {theirs.get(key, 'not set')!r} in process 0, {mine.get(key, 'not set')!r} here"
-        for key in sorted({*mine, *theirs})
-        if mine.get(key, missing) != theirs.get(key, missing)
-    ]
+    lines = differing(of_leader(values), "in process 0", json.loads(json.dumps(values)), "here")
     if lines:
         raise ProcessesError(
             f"process {jax.process_index()} ({socket.gethostname()}) has {what} that process 0 has not:\n"

@@ -48,6 +48,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return mesh
 
 
+@lru_cache
 def share(mesh: Mesh) -> Share:
     """Which rows this process has to make. Raises ValueError where processes would hold overlapping parts."""
     rows = mesh.devices.reshape(mesh.shape[sharding.DATA] * mesh.shape[sharding.FSDP], -1)
@@ -109,19 +110,18 @@ def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
     return Batch(of(batch.rows), teacher, jax.tree.map(lambda _: cut, batch.pairs))
 
 
-def place(batch: Batch, mesh: Mesh, held: Share | None = None) -> Batch:
-    """A batch in numpy as arrays over the whole mesh, split as they are computed.
+def place(batch: Batch, mesh: Mesh) -> Batch:
+    """A batch in numpy, this process's `share` of its rows, as arrays over the whole mesh, split as they are computed.
 
-    held: the part of the rows that ``batch`` holds; None: this process's `share`. Raises ValueError where ``context``
-    does not divide the length of a row or its number of edges.
+    Raises ValueError where ``context`` does not divide the length of a row or its number of edges.
     """
     batch = split_context(batch, mesh.shape[CONTEXT])
-    return jax.tree.map(partial(_put, held or share(mesh)), batch, batch_shardings(batch, mesh))
+    return jax.tree.map(partial(_put, share(mesh)), batch, batch_shardings(batch, mesh))
 
 
-def place_rows(rows: Rows, mesh: Mesh, held: Share | None = None) -> Rows:
+def place_rows(rows: Rows, mesh: Mesh) -> Rows:
     """As `place`, of rows alone."""
-    return place(Batch(rows), mesh, held).rows
+    return place(Batch(rows), mesh).rows
 
 
 def place_values(values: np.ndarray, mesh: Mesh) -> jax.Array:

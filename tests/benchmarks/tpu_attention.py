@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mwjax.launch.plan_request import ENVIRONMENT
 from mwjax.model.attention import blockwise, splash
 from mwjax.model.attention.block_pairs import BLOCKS, block_sizes
 from mwjax.model.attention.sharded import on_mesh
@@ -24,13 +25,6 @@ from mwjax.model.sharding import HEADS, ROWS, make_mesh
 from tests.benchmarks.attention import chain_of_views
 
 MIB = 2**20
-WITHOUT_A_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-}
 
 
 def tree_of(length: int) -> np.ndarray:
@@ -58,7 +52,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
-    os.environ |= WITHOUT_A_TPU
+    os.environ |= ENVIRONMENT
     jax.config.update("jax_platforms", "cpu")
     mesh = make_mesh(devices=topologies.get_topology_desc(arguments.topology, "tpu").devices)
 
