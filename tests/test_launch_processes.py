@@ -14,7 +14,7 @@ import time
 import pytest
 
 from mwjax.train import distributed
-from mwjax.train.distributed import Processes, ProcessesError
+from mwjax.train.check_in import Processes, ProcessesError, wait_for_all
 
 # Stands for a run: joins, then sums over all devices of all processes.
 PROGRAM = """
@@ -107,7 +107,7 @@ def together(*who: Processes, timeout: float = 5.0) -> dict[int, str]:
 
     def wait(place: int) -> None:
         try:
-            distributed.wait_for_all(who[place], timeout)
+            wait_for_all(who[place], timeout)
             said[place] = ""
         except ProcessesError as error:
             said[place] = str(error)
@@ -159,7 +159,7 @@ def test_a_stranger_at_the_door_does_no_harm() -> None:
 
     thread = threading.Thread(target=knock)
     thread.start()
-    late = threading.Timer(0.5, lambda: distributed.wait_for_all(Processes(at, 1, 2), 5))
+    late = threading.Timer(0.5, lambda: wait_for_all(Processes(at, 1, 2), 5))
     late.start()
     assert together(Processes(at, 0, 2)) == {0: ""}
     thread.join(5)

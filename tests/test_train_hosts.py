@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from mwjax import data, rollouts
-from mwjax.train import checkpoint, distributed, load, loop, metrics_log, setup
+from mwjax.train import checkpoint, ending, load, loop, metrics_log, setup
 from mwjax.train.config import RunConfig
 from tests.test_launch_processes import free_port
 from tests.training_runs import VOCABULARY, compile_once, configure, recorded, write  # noqa: F401
@@ -279,7 +279,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_from_the_last_check
     assert done[act.process].status == -signal.SIGKILL
     assert f"mwjax: process {act.process} (" in other.err, other
     assert "is gone without a word" in other.err
-    assert other.status == distributed.LOST, other
+    assert other.status == ending.LOST, other
     before = metrics_log.read(config.run_dir)
     saved = checkpoint.locate(config.run_dir)[1] if list((Path(config.run_dir) / "checkpoints").glob("[0-9]")) else 0
     assert len(before) <= saved + 2

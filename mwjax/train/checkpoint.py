@@ -22,7 +22,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-from mwjax.train import distributed
+from mwjax.train import agreement
 from mwjax.train.state import TrainState, checksums
 
 FOLDER = "checkpoints"
@@ -195,7 +195,7 @@ def ranked(steps: Sequence[int], scores: Scores) -> list[int]:
 
 def compare(saved: Fingerprint, current: Fingerprint, where: str) -> None:
     """Raises ``CheckpointMismatch`` listing every key on which the two differ."""
-    lines = distributed.differing(saved, "in the checkpoint", current, "in this run")
+    lines = agreement.differing(saved, "in the checkpoint", current, "in this run")
     if lines:
         raise CheckpointMismatch(
             f"{where}: a checkpoint of another run; these differ:\n"
@@ -307,7 +307,7 @@ def _readable_everywhere(folder: epath.Path) -> Iterator[None]:
             yield
     except CheckpointUnreadable as error:
         found = error
-    reasons = [reason for reason in distributed.gathered(found and [str(found), found.reason]) if reason]
+    reasons = [reason for reason in agreement.gathered(found and [str(found), found.reason]) if reason]
     if reasons:
         raise CheckpointUnreadable(*reasons[0]) from found
 

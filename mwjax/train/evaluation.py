@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from mwjax import data
 from mwjax.losses.masking import active, only
-from mwjax.train import distributed, metrics_log
+from mwjax.train import agreement, metrics_log
 from mwjax.train.config import EvaluationConfig, RunConfig
 from mwjax.train.exact import ROUND_TO, UNBOUNDED
 from mwjax.train.mesh import WHOLE, Share, leads, place_rows, replicated
@@ -189,7 +189,7 @@ class Evaluations:
         step the run goes on from, rows of later ones do not count."""
         self.config, self.total, self.held, self.evaluate, self.show = config, total, held, evaluate, show
         # All processes have to evaluate at the same steps, whatever their caches show of the file.
-        self.rows = distributed.of_leader(metrics_log.read(config.run_dir, metrics_log.EVALUATION, begun))
+        self.rows = agreement.of_leader(metrics_log.read(config.run_dir, metrics_log.EVALUATION, begun))
 
     @property
     def newest(self) -> dict[str, Any] | None:

@@ -20,10 +20,10 @@ from mwjax import data, losses, model
 from mwjax.model.attention.splash import check_masks
 from mwjax.rollouts import Refusal
 from mwjax.train import (
+    agreement,
     card,
     curves,
     debug,
-    distributed,
     evaluation,
     exact,
     frozen,
@@ -89,7 +89,7 @@ def run(config: RunConfig) -> TrainResult:
     (data, options, a run directory of another configuration, a loss that is not finite).
     """
     config = setup.resolved(config)
-    distributed.check_alike(dict(load.flat(config.model_dump(mode="json"))), "options")
+    agreement.check_alike(dict(load.flat(config.model_dump(mode="json"))), "options")
     trackers.check(config.tracking)
     with (
         claimed(config.run_dir) as run_dir,
@@ -136,8 +136,8 @@ def _train(config: RunConfig, run_dir: epath.Path, made: _Prepared) -> TrainResu
     placed = parameter_shardings(made.shape, made.mesh, made.params)
     fingerprint = setup.fingerprint(config, made.index, made.shape, made.digest, made.total, made.frozen_digest)
     held = {"evaluation (content of the rollouts)": made.held.contents} if made.held else {}
-    distributed.check_alike({**fingerprint, **held}, "data or weights")
-    distributed.check_shared(run_dir)
+    agreement.check_alike({**fingerprint, **held}, "data or weights")
+    agreement.check_shared(run_dir)
     kept = config.checkpoint
     # Signals are caught until the last checkpoint is written.
     with StopOnSignal() as stop, Checkpoints(run_dir, fingerprint, kept.keep, kept.best) as checkpoints:
@@ -191,7 +191,7 @@ class _Stopping:
 
     def now(self) -> bool:
         """Whether any process has had a signal; waits until all have asked."""
-        return any(distributed.gathered(self._signal.requested))
+        return any(agreement.gathered(self._signal.requested))
 
     def soon(self) -> bool:
         """The same as of the call before, where there are several processes, without waiting."""
