@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from mwjax import cli, data, rollouts, tree
+from mwjax.commands import statuses
 from mwjax.train import debug, load, loop, setup
 from mwjax.train.step import Step
 from mwjax.tree import Batch, Rows, RowShape, collate, fragments, pack
@@ -195,7 +196,7 @@ def test_debug_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "config.yaml").write_text(load.dump(config))
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", str(tmp_path / "config.yaml"), "--debug"])
-    assert caught.value.code == cli.DONE
+    assert caught.value.code == statuses.DONE
     shown = capsys.readouterr().err
     index = data.scan(config.data.paths, setup.layout(config))
     first = setup.step_source(config, index)[0].microbatches

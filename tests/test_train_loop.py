@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mwjax import cli, losses, model
+from mwjax.commands import statuses
 from mwjax.train import checkpoint, load, loop, metrics_log, setup
 from mwjax.train.config import RunConfig
 from tests.training_runs import VOCABULARY, compile_once, configure, recorded, write  # noqa: F401
@@ -247,12 +248,12 @@ def test_the_command_line_reports_refused_rollouts_by_its_status(
     (folder / "config.yaml").write_text(load.dump(configure(folder, "data.epochs=1")))
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", str(folder / "config.yaml")])
-    assert caught.value.code == cli.SOME_REFUSED
+    assert caught.value.code == statuses.SOME_REFUSED
     shown = capsys.readouterr()
     assert "1 rollouts were refused" in shown.out
     assert f"refused: {file}, line 11" in shown.err
     file.write_text("{}\n")
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", str(folder / "config.yaml"), f"run_dir={folder / 'nothing'}"])
-    assert caught.value.code == cli.UNUSABLE
+    assert caught.value.code == statuses.UNUSABLE
     assert "no usable rollout" in capsys.readouterr().err

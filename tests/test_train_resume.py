@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from mwjax import cli, losses
+from mwjax.commands import statuses
 from mwjax.train import checkpoint, load, loop, metrics_log, setup, state
 from mwjax.train.config import MeshConfig, RunConfig
 from mwjax.train.mesh import make_mesh, replicated
@@ -80,7 +81,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     before = rows(longer)
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", str(folder / "config.yaml")])
-    assert caught.value.code == cli.UNUSABLE
+    assert caught.value.code == statuses.UNUSABLE
     shown = capsys.readouterr()
     assert "No whole checkpoint is left to continue from" in shown.err and shown.out == ""
     assert rows(longer) == before
@@ -198,10 +199,10 @@ def test_the_best_checkpoint_is_exported(folder: Path, capsys: pytest.CaptureFix
             cli.main(["export", *arguments, "--best"])
         return caught.value.code
 
-    assert export(config.run_dir, "--out", str(folder / "model")) == cli.DONE
+    assert export(config.run_dir, "--out", str(folder / "model")) == statuses.DONE
     assert ", step 2, " in capsys.readouterr().out
-    assert export(f"{config.run_dir}/checkpoints/3", "--out", str(folder / "other")) == cli.UNUSABLE
+    assert export(f"{config.run_dir}/checkpoints/3", "--out", str(folder / "other")) == statuses.UNUSABLE
     assert "names a step already" in capsys.readouterr().err
     (folder / "run" / "metrics.jsonl").unlink()
-    assert export(config.run_dir, "--out", str(folder / "other")) == cli.UNUSABLE
+    assert export(config.run_dir, "--out", str(folder / "other")) == statuses.UNUSABLE
     assert "no checkpoint there has a score" in capsys.readouterr().err

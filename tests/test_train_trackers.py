@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mwjax import cli, rollouts
+from mwjax.commands import statuses
 from mwjax.train import load, loop, metrics_log, trackers
 from tests.training_runs import compile_once, configure, recorded, write  # noqa: F401
 
@@ -69,7 +70,7 @@ def test_a_missing_library_is_named_before_any_work(
     (tmp_path / "config.yaml").write_text(load.dump(config))
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", str(tmp_path / "config.yaml")])
-    assert caught.value.code == cli.UNUSABLE
+    assert caught.value.code == statuses.UNUSABLE
     shown = capsys.readouterr().err
     assert 'tracking.tensorboard: needs the package tensorboardX: pip install "mwjax[tensorboard]"' in shown
     assert 'tracking.wandb: needs the package wandb: pip install "mwjax[wandb]"' in shown
