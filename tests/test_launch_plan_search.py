@@ -13,7 +13,7 @@ from rich.console import Console
 from mwjax.launch import ahead, flops, memory, plan, plan_report, presets, roofline, search, topologies, traffic
 from mwjax.model import sharding
 from mwjax.model.decoder import REMAT
-from mwjax.train import load
+from mwjax.train import load, setup
 from mwjax.train.config import RunConfig
 
 SLICE = topologies.find("v5litepod-8")
@@ -23,7 +23,7 @@ GIB = topologies.GIB
 
 def configured(*overrides: str) -> RunConfig:
     base = ["run_dir=x", "data.paths=x", f"model.path={NAME}", "data.row_length=4096", "data.rollouts_per_step=8"]
-    return ahead.for_tpu(load.load(None, [*base, "model.attention=pallas", *overrides]))
+    return setup.resolved(load.load(None, [*base, "model.attention=pallas", *overrides]), "tpu")
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ from mwjax.launch import ahead
 from mwjax.model.sharding import make_mesh
 from mwjax.train import load, setup
 
-config = load.load(None, json.loads(sys.argv[1]))
+config = setup.resolved(load.load(None, json.loads(sys.argv[1])))
 mesh = make_mesh(**config.mesh.model_dump(), devices=jax.devices())
 lowering = ahead.lower(config, setup.decoder_shape(config.model), mesh, microbatches=3, density=1.0)
 print(json.dumps([lowering.resident._asdict(), lowering.arguments, list(lowering.functions)]))

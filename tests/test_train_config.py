@@ -134,3 +134,25 @@ def test_the_example_configurations_load_and_say_what_they_set() -> None:
 def test_a_seed_has_32_bits(key: str, seed: str) -> None:
     (line,) = errors("model.path=null", "model.small.vocab_size=9", f"{key}={seed}")
     assert key in line and ("less than 4294967296" in line or "greater than or equal to 0" in line)
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides", "attention", "dtype"),
+    [
+        ("cpu", [], "blockwise", "float32"),
+        ("gpu", [], "blockwise", "bfloat16"),
+        ("tpu", [], "splash", "bfloat16"),
+        ("tpu", ["data.row_length=65536"], "splash", "bfloat16"),
+        ("tpu", ["data.row_length=65664"], "pallas", "bfloat16"),
+        ("tpu", ["data.method=sdcc", "data.row_length=32768", "data.teacher_row_length=131072"], "pallas", "bfloat16"),
+        ("tpu", ["model.attention=blockwise", "model.dtype=float32"], "blockwise", "float32"),
+        ("cpu", ["model.attention=pallas"], "pallas", "float32"),
+    ],
+)
+def test_what_is_auto_goes_by_the_devices_and_the_row(
+    platform: str, overrides: list[str], attention: str, dtype: str
+) -> None:
+    config = load.load(None, ["run_dir=r", "data.paths=a.jsonl", "model.path=m", *overrides])
+    found = setup.resolved(config, platform).model
+    assert (found.attention, found.dtype) == (attention, dtype)
+    assert setup.resolved(config).model.dtype == ("float32" if "dtype" not in " ".join(overrides) else dtype)

@@ -208,8 +208,8 @@ from mwjax.train.config import MeshConfig
 from mwjax.train.mesh import make_mesh, replicated
 from tests.training_runs import configure
 
-settings = f"evaluation.paths={sys.argv[2]}", "evaluation.rows_per_batch=8", "model.dtype=float32"
-config = configure(Path(sys.argv[1]), *settings)
+settings = f"evaluation.paths={sys.argv[2]}", "evaluation.rows_per_batch=8"
+config = setup.resolved(configure(Path(sys.argv[1]), *settings))
 shape, params = setup.decoder(config.model)
 held = evaluation.scan(config, shape.vocab_size)
 found = []

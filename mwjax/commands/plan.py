@@ -8,7 +8,7 @@ import typer
 
 EXAMPLES = """\b
 Examples:
-  mwjax plan configs/grpo.yaml --topology v5p-32 model.path=Qwen/Qwen3-4B model.attention=splash
+  mwjax plan configs/grpo.yaml --topology v5p-32 model.path=Qwen/Qwen3-4B
                                                 does it fit, and how fast could it be?
   mwjax plan configs/grpo.yaml --topology v5litepod-16,v6e-16,v5p-32 model.path=Qwen/Qwen3-4B
                                                 several slices, one after the other

@@ -72,15 +72,8 @@ def devices(slice_: Slice) -> list[Any]:
     return list(described.devices)
 
 
-def for_tpu(config: RunConfig) -> RunConfig:
-    """``config`` with ``model.dtype`` as auto chooses it on TPUs."""
-    if config.model.dtype != "auto":
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
-
-
 def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches: int, density: float) -> Lowering:
-    """The functions that a step of ``config`` runs on a mesh; nothing is compiled yet.
+    """The functions that a step of ``config``, a `setup.resolved` one, runs on a mesh; nothing is compiled yet.
 
     microbatches: of a step, which are all on the devices at once. density: see `flops.work`.
     Raises ValueError where the mesh does not fit decoder or rows.

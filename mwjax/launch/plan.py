@@ -24,11 +24,11 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on a slice. config: as compiled; chosen: what was chosen in place of what the configuration says,
-    as KEY=VALUE; rows_a_step: full ones, the rest of the micro-batches is padding; programs: the functions that were
-    compiled; failure: the one that was not; peak: the fullest moment of a step on one device, None where nothing was
-    compiled; flops, limits: of one run of each function; estimate: of a step, None where not all was compiled. seconds:
-    compiling took."""
+    """A configuration on a slice. config: as `compiled` but for what is auto; chosen: what was chosen in place of what
+    the configuration says, as KEY=VALUE; rows_a_step: full ones, the rest of the micro-batches is padding; programs:
+    the functions that were compiled; failure: the one that was not; peak: the fullest moment of a step on one device,
+    None where nothing was compiled; flops, limits: of one run of each function; estimate: of a step, None where not all
+    was compiled. seconds: compiling took."""
 
     slice: Slice
     config: RunConfig
@@ -45,6 +45,11 @@ class Plan:
     limits: dict[str, roofline.Limits]
     estimate: roofline.Estimate | None
     seconds: float
+
+    @property
+    def compiled(self) -> RunConfig:
+        """``config`` with what auto is on TPUs."""
+        return setup.resolved(self.config, "tpu")
 
     @property
     def usable(self) -> float:
@@ -103,7 +108,6 @@ def make(
     Raises PlanError, and ModelFilesError where the decoder's config.json cannot be had.
     """
     check_installed()
-    config = ahead.for_tpu(config)
     shape = setup.decoder_shape(config.model, presets.DECODERS)
     try:
         devices = ahead.devices(slice_)
@@ -184,7 +188,7 @@ def _assess(
     failure, lowering, peak = None, None, None
     try:
         mesh = sharding.make_mesh(**config.mesh.model_dump(), devices=devices)
-        lowering = ahead.lower(config, shape, mesh, microbatches, density)
+        lowering = ahead.lower(setup.resolved(config, "tpu"), shape, mesh, microbatches, density)
     except (ValueError, NotImplementedError) as error:
         failure = ahead.Failure("mesh", " ".join(str(error).split()))
     for name in lowering.functions if lowering is not None else ():

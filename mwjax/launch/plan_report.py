@@ -38,7 +38,7 @@ def show(planned: plan.Planned, console: Console) -> None:
 
 
 def _show_plan(made: plan.Plan, console: Console) -> None:
-    config, slice_ = made.config, made.slice
+    config, slice_ = made.compiled, made.slice
     console.print(f"\n[bold]{slice_.describe()}[/]")
     name = "small random model" if config.model.path is None else escape(config.model.path)
     console.print(
@@ -148,8 +148,8 @@ def notes(made: plan.Plan) -> list[str]:
     unknown = sum(program.traffic.unknown_loops for program in made.programs)
     if unknown:
         found.append(f"{unknown} loops run as often as the data decides; their bytes count once")
-    if made.config.model.attention == "blockwise":
-        found.append("attention blockwise is for any device; on TPUs model.attention=splash or pallas is the kernel")
+    if made.compiled.model.attention == "blockwise":
+        found.append("attention blockwise is for any device; on TPUs model.attention=auto takes a kernel")
     if made.config.loss.old_logprobs == "recompute" and setup.method(made.config) not in ("packed", "logittree"):
         found.append("loss.old_logprobs=recompute scores rows whose length the data decides: not planned")
     return found
@@ -168,7 +168,7 @@ def to_json(made: Iterable[plan.Planned]) -> list[dict[str, Any]]:
 
 
 def _values(made: plan.Plan) -> dict[str, Any]:
-    slice_, config = made.slice, made.config
+    slice_, config = made.slice, made.compiled
     estimate = made.estimate
     return {
         "slice": slice_.name,

@@ -18,13 +18,13 @@ from mwjax import model
 from mwjax.launch import flops, memory, roofline
 from mwjax.launch.topologies import Slice
 from mwjax.model import sharding
+from mwjax.model.attention import splash
 from mwjax.model.decoder import REMAT
 from mwjax.train import setup, trainable
 from mwjax.train.config import MeshConfig, RunConfig
 from mwjax.tree import RowShape
 
 SHORTEST = 1024  # tokens; rows are not cut below this
-SPLASH_PARTIAL_BYTES = 8 * 512 * 4 * 2  # a query: 8 partly visible blocks a query block of 512, as int32, twice
 
 
 class Candidate(NamedTuple):
@@ -137,6 +137,7 @@ class _Shares:
 
 def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice, rows_a_step: int) -> tuple[float, float]:
     """`Candidate`'s score and bytes."""
+    config = setup.resolved(config, "tpu")
     whole = model.abstract_params(shape)
     trained, _ = trainable.split(config.model, shape, whole)
     mesh, layout = config.mesh, setup.layout(config)
@@ -149,7 +150,7 @@ def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice, rows_a_st
         rows * layout.shape.edges / mesh.context,
         rows * layout.shape.teacher_length / mesh.context,
         rows,
-        jnp.dtype("bfloat16" if config.model.dtype == "auto" else config.model.dtype).itemsize,
+        jnp.dtype(config.model.dtype).itemsize,
     )
     work = flops.work(layout.shape, layout.rows_per_microbatch, 1.0)
     computed = flops.accumulate(setup.step_config(config, shape), trained, whole, work).total
@@ -204,7 +205,7 @@ def _bytes(config: RunConfig, shape: model.ModelConfig, shares: _Shares) -> floa
     weights = shares.parameters * size + shares.trained * 4
     loss = 3 * shares.edges * shape.width * 4 + 2 * min(shares.edges * 9_500 * 4, 2**29)
     whole_rows = (mesh.context > 1) * tokens * mesh.context * (shape.width + 3 * keys) * size
-    mask = tokens * SPLASH_PARTIAL_BYTES if config.model.attention == "splash" else 0.0
+    mask = tokens * splash.MASK_BYTES if config.model.attention == "splash" else 0.0
     return held + weights + shape.layers * shares.tokens * kept * size + max(working, loss) + whole_rows + mask
 
 

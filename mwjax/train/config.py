@@ -146,10 +146,11 @@ class ModelSection(Section):
         default=False,
         description="Whether exactly these weights sampled the rollouts: only then is logdiff reported.",
     )
-    attention: Literal["blockwise", "oracle", "pallas", "splash"] = Field(
-        default="blockwise",
+    attention: Literal["auto", "blockwise", "oracle", "pallas", "splash"] = Field(
+        default="auto",
         description="Attention: blockwise runs on any device; pallas (our kernel) and splash (jax's, whose mask takes "
-        "memory) on TPUs only; oracle is dense (T x T), for tests on short rows only.",
+        "memory) on TPUs only; oracle is dense (T x T), for tests on short rows only. auto: on TPUs splash, but pallas "
+        "for rows above 65,536 tokens; elsewhere blockwise.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from mwjax import data, losses, model
 from mwjax.losses.advantages import Aggregation
+from mwjax.model.attention import backend_for
 from mwjax.train import load, trainable
 from mwjax.train.config import LossConfig, ModelSection, RunConfig, SmallModel
 from mwjax.train.mesh import WHOLE, Share, replicated
@@ -149,12 +150,17 @@ def _vocabulary(path: str) -> int:
         raise ValueError(f"model.small.tokenizer: {path}: cannot be read as a tokenizer.json: {error}") from error
 
 
-def resolved(config: RunConfig) -> RunConfig:
-    """``config`` with what depends on the machine filled in: ``model.dtype`` is no longer auto."""
-    if config.model.dtype != "auto":
-        return config
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+def resolved(config: RunConfig, platform: str | None = None) -> RunConfig:
+    """``config`` with what depends on the devices filled in: ``model.dtype`` and ``model.attention`` are no longer
+    auto. platform: a ``jax.Device.platform``; None: of the default devices."""
+    platform = platform or jax.default_backend()
+    chosen = {}
+    if config.model.dtype == "auto":
+        chosen["dtype"] = "float32" if platform == "cpu" else "bfloat16"
+    if config.model.attention == "auto":
+        shape = layout(config).shape
+        chosen["attention"] = backend_for(platform, max(shape.length, shape.teacher_length))
+    return config.model_copy(update={"model": config.model.model_copy(update=chosen)})
 
 
 def describe(config: ModelSection, shape: model.ModelConfig, params: Any) -> str:

@@ -16,6 +16,7 @@ BACKENDS: dict[str, Callable[..., jax.Array]] = {
     "splash": splash.attend,
 }
 TPU_ONLY = ("pallas", "splash")
+SPLASH_MASK_LIMIT = 2**31  # bytes of the one mask a device holds at a time: rows of 65,536 tokens
 
 
 def attend(
@@ -65,6 +66,14 @@ def attend(
         raise ValueError(f"query_index must be {(batch, rows)} like the queries, got {query_index.shape}")
     options = {"interpret": True} if interpret else {}
     return BACKENDS[backend](query, key, value, visible_until, query_index, **options).astype(query.dtype)
+
+
+def backend_for(platform: str, length: int) -> str:
+    """What attends rows of ``length`` tokens on ``platform`` (``jax.Device.platform``): on TPUs jax's own kernel, the
+    conservative choice until both have been timed, where its mask takes little memory; else ours."""
+    if platform != "tpu":
+        return "blockwise"
+    return "splash" if length * splash.MASK_BYTES <= SPLASH_MASK_LIMIT else "pallas"
 
 
 def check_platform(backend: str, platform: str) -> None:

@@ -23,6 +23,7 @@ from mwjax.tree.rows import Batch
 # 21 views of up to 131,072 tokens have 2.7 to 5.2 (tests/benchmarks/tpu_attention.py).
 PARTIAL_PER_QUERY_BLOCK = 8
 BLOCKS = (512,)  # with 1,024 the kernel runs out of vector memory
+MASK_BYTES = 2 * PARTIAL_PER_QUERY_BLOCK * BLOCKS[0] * 4  # a token of a row: int32, forward and for keys and values
 EMPTY, PARTIAL, WHOLE = 0, 1, 2  # as splash attention numbers them
 
 
