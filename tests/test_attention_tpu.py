@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from mwjax.model import attend, forward, init, small_config
-from mwjax.model.attention import block_pairs, check_platform, oracle, pallas, splash
+from mwjax.model.attention import block_pairs, check_platform, check_rows, oracle, pallas, splash
 from mwjax.model.attention.blockwise import visited_blocks
 from mwjax.model.attention.sharded import on_mesh
 from mwjax.model.sharding import make_mesh
-from mwjax.tree import Batch, Rows
+from mwjax.tree import Rows, context
 from tests.random_edges import random_edges
 from tests.random_tries import random_trie
 
@@ -247,12 +247,12 @@ def test_pallas_computes_exactly_the_visited_blocks(seed):
 
 def test_more_partly_visible_blocks_than_reserved_give_nan_in_that_row():
     end = jnp.asarray(np.stack([np.full(512, 512), np.arange(512) + 1]), jnp.int32)
-    counts = [splash.count_partial_blocks(row, 128) for row in end]
-    assert counts == [4, 4]
+    counts = [splash.count_partial_blocks(row, block=128) for row in end]
+    assert counts == [(4, 16), (4, 16)]
     spread = np.arange(512, dtype=np.int32) + 1
     spread[:384:2] = 512  # every other token of three blocks is seen by all that follow
     end = end.at[0].set(spread)
-    assert splash.count_partial_blocks(end[0], 128) == 10
+    assert splash.count_partial_blocks(end[0], block=128) == (10, 16)
     query, key, value, _ = random_inputs(0, 2, 512, 1, 1, 8)
     index = jnp.broadcast_to(jnp.arange(512), (2, 512))
     output = splash.attend(query, key, value, end, index, block=128, partial_blocks=9, interpret=True)
@@ -364,6 +364,31 @@ def test_a_row_with_more_partly_visible_blocks_than_splash_holds_is_refused_on_t
     zeros = np.zeros((2, length), np.int32)
     causal = np.full(length, length, np.int32)
     rows = Rows(zeros, zeros, np.stack([causal, ends]), random_edges(0))
-    with pytest.raises(ValueError, match=r"210 partly visible pairs of blocks, and splash attention holds 160"):
-        splash.check_masks(Batch(rows))
-    splash.check_masks(Batch(rows._replace(visible_until=np.stack([causal, causal]))))
+    with pytest.raises(ValueError, match=r"a row of 10240 tokens has 210 partly .* splash attention holds 160"):
+        check_rows("splash", rows)
+    causal = rows._replace(visible_until=np.stack([causal, causal]))
+    check_rows("splash", causal)
+    check_rows("pallas", rows)
+    check_rows("splash", causal, 2)
+
+
+def test_what_context_parallelism_makes_of_a_row_is_refused_on_the_host_where_splash_gives_nan() -> None:
+    """One block of queries sees every other position of all that come before: too much for a part of two blocks, while
+    the whole row of 16 has room."""
+    length, shards = 16 * 512, 8
+    ends = np.minimum(np.arange(1, length + 1) // 512 * 512 + 512, length).astype(np.int32)
+    ends[: 10 * 512 : 2] = length
+    zeros = np.zeros((1, length), np.int32)
+    rows = Rows(zeros, zeros, ends[None], random_edges(0, rows=1))
+    check_rows("splash", rows)
+    with pytest.raises(
+        ValueError, match=r"a part of 1024 tokens of a row of 8192 tokens has \d+ partly .* attention holds 16"
+    ):
+        check_rows("splash", rows, shards)
+    query = jnp.ones((1, length // shards, 1, 8))
+    key = jnp.ones((1, length, 1, 8))
+    run = jax.jit(partial(splash.attend, interpret=True))
+    for part in np.split(context.order(ends[None], shards)[0], shards):
+        found, held = splash.count_partial_blocks(ends, part)
+        output = run(query, key, key, jnp.asarray(ends)[None], jnp.asarray(part)[None])
+        assert np.isnan(output).any() == (found > held)

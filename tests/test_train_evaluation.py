@@ -20,6 +20,7 @@ from mwjax import model, rollouts
 from mwjax.train import evaluation, loop, metrics_log, setup
 from mwjax.train.config import EvaluationConfig, MeshConfig, RunConfig
 from mwjax.train.mesh import make_mesh
+from mwjax.tree import Rows
 from tests.training_runs import compile_once, configure, recorded, write  # noqa: F401
 
 LONGEST = 256
@@ -101,6 +102,9 @@ def test_a_context_longer_than_a_training_row_gets_longer_rows_unless_told_other
     assert short is not None
     assert len(short.index.ids) == 2 and short.tokens == held.tokens - 3
     assert "raise the row length to at least 302" in str(short.index.refused[0])
+    narrow = evaluation.scan(configure(tmp_path, path, "data.edges_per_row=4"), 40)
+    assert narrow is not None
+    assert narrow.index.layout.shape.edges == 256 and narrow.tokens == held.tokens  # a multiple of any mesh.context
 
 
 def test_nothing_usable_is_refused(tmp_path: Path) -> None:
@@ -247,3 +251,23 @@ def test_losses_on_other_held_out_rollouts_do_not_rank_a_checkpoint() -> None:
     assert metrics_log.scores(rows[:1]) == {2: 1.0}
     assert metrics_log.scores([]) == {}
     assert metrics_log.scores([{"step": 1, "loss": 5.0}, {"step": 2, "loss": None}]) == {1: 5.0}
+
+
+def test_the_masks_of_all_rows_are_looked_at_before_attention_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training rows, SDCC's teacher rows, those of the exact log-probs, those of the evaluation: of a mask that splash
+    attention cannot hold nothing would be told but NaN."""
+    looked_at: set[int] = set()
+
+    def note(backend: str, rows: Rows, shards: int) -> None:
+        assert (backend, shards) == ("blockwise", 1)
+        looked_at.add(rows.tokens.shape[1])
+
+    for module in (loop, evaluation):
+        monkeypatch.setattr(module, "check_rows", note)
+    write(tmp_path)
+    settings = (f"evaluation.paths={held_out(tmp_path)}", "evaluation.row_length=144", "data.method=sdcc")
+    settings += ("loss.task=memorywalker", "loss.old_logprobs=recompute", "data.teacher_row_length=160")
+    loop.run(configure(tmp_path, *settings, "data.steps=1"))
+    assert looked_at == {128, 160, 144, 256}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mwjax.model.attention.block_pairs import block_sizes
+from mwjax.model.attention.blockwise import visited_blocks
 from mwjax.tree import Batch, Pairs, Rows
-from mwjax.tree.context import deal, split_context
+from mwjax.tree.context import deal, order, split_context
+from tests.benchmarks.attention import chain_of_views
 from tests.random_edges import random_edges
 from tests.random_tries import random_trie
 
@@ -38,6 +42,16 @@ def test_a_plain_row_is_dealt_evenly() -> None:
     order = deal(np.full(16, 16, np.int32), 4, 1)
     work = (order + 1).reshape(4, 4).sum(axis=1)
     assert work.max() - work.min() <= 2
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_parts_together_visit_the_pairs_of_blocks_that_the_whole_row_visits(shards: int) -> None:
+    """With the blocks of the TPU kernels: a block of queries from two places would see what either of them sees."""
+    sizes = block_sizes(8192 // shards, 8192)
+    end = jnp.asarray(chain_of_views(8192 // 5, multiple=4096)[:8192])
+    whole = visited_blocks(end, jnp.arange(8192), sizes).sum()
+    parts = np.split(order(np.asarray(end)[None], shards)[0], shards)
+    assert sum(visited_blocks(end, jnp.asarray(part), sizes).sum() for part in parts) == whole
 
 
 def test_edges_pairs_and_tokens_follow() -> None:
@@ -71,3 +85,6 @@ def test_sizes_that_do_not_divide_are_named() -> None:
         split_context(Batch(rows), 5)
     with pytest.raises(ValueError, match=r"data.edges_per_row \(12\) must be a multiple of mesh.context \(8\)"):
         split_context(Batch(rows), 8)
+    odd = np.broadcast_to(np.arange(1, 131_001, dtype=np.int32), (1, 131_000))
+    with pytest.raises(ValueError, match=r"131000 tokens .* 131000 blocks of 1, too many: .* such as 131072"):
+        order(odd, 8)

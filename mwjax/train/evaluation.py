@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 from mwjax import data
 from mwjax.losses.masking import active, only
+from mwjax.model.attention import check_rows
+from mwjax.model.sharding import CONTEXT
 from mwjax.train import agreement, metrics_log
 from mwjax.train.config import EvaluationConfig, RunConfig
 from mwjax.train.exact import ROUND_TO, UNBOUNDED
@@ -87,7 +89,9 @@ def _row_shape(config: RunConfig, vocab_size: int, progress: Scan | None) -> Row
     longest, most = np.concatenate([np.zeros((1, 4), np.int64), *index.needs])[:, :2].max(axis=0).tolist()
     if config.evaluation.row_length is None and longest > length:
         length = -(-longest // ROUND_TO) * ROUND_TO
-    return RowShape(length, max(edges, most))
+    if most > edges:
+        edges = -(-most // ROUND_TO) * ROUND_TO  # mesh.context cuts edges too
+    return RowShape(length, edges)
 
 
 def due(config: EvaluationConfig, step: int, total: int) -> bool:
@@ -151,6 +155,8 @@ def build(held: HeldOut, config: StepConfig, mesh: Mesh, sampled_the_data: bool)
         total = Sums(*jax.device_put((zero, np.int32(0), zero, zero), replicated(mesh)))
         for batches in data.iterate_steps(held.source, 0, steps):
             for batch in batches.microbatches:
+                if isinstance(config.attention, str):
+                    check_rows(config.attention, batch.rows, mesh.shape[CONTEXT])
                 before, total = total, add(params, total, place_rows(batch.rows, mesh))
                 jax.block_until_ready(before)  # one batch ahead, not all of them
             if not go_on(batches.step + 1, steps):

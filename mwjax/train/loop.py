@@ -17,7 +17,8 @@ from etils import epath
 from jax.sharding import Mesh
 
 from mwjax import data, losses, model
-from mwjax.model.attention.splash import check_masks
+from mwjax.model.attention import check_rows
+from mwjax.model.sharding import CONTEXT
 from mwjax.rollouts import Refusal
 from mwjax.train import (
     agreement,
@@ -226,9 +227,10 @@ def _steps(
     every, done, distils = config.checkpoint.every, int(current.step), made.index.layout.method == "sdcc"
     for batches in data.iterate_steps(made.source, done, made.total, workers=config.data.workers):
         weight = losses.lambda_at(batches.step, made.total, sdcc.peak, sdcc.ramp) if distils else 0.0
-        if config.model.attention == "splash":
-            for batch in batches.microbatches:
-                check_masks(batch)
+        for batch in batches.microbatches:
+            for rows in (batch.rows, batch.teacher):
+                if rows is not None:
+                    check_rows(config.model.attention, rows, made.mesh.shape[CONTEXT])
         if config.debug and not log.shown:
             log.show_rollout(step, current.params, comparison, batches)
         with debug.naming(batches.step + 1):
@@ -270,6 +272,7 @@ def _comparison(config: RunConfig, made: _Prepared, initial: Any, step: Step) ->
     source = exact.plan(made.index, layout.shape.length, share(made.mesh))
 
     def score(rows: Rows) -> tuple[Edges, np.ndarray]:
+        check_rows(config.model.attention, rows, made.mesh.shape[CONTEXT])
         placed = place_rows(rows, made.mesh)
         return on_every_process((placed.edges, step.score_exact(initial, placed)), made.mesh)
 

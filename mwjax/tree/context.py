@@ -12,7 +12,8 @@ import numpy as np
 
 from mwjax.tree.rows import Batch, Pairs, Rows
 
-BLOCK = 256  # rows that stay together: the attention works on blocks
+BLOCK = 512  # positions that stay together: what the TPU kernels work on at once, and a multiple of the other blocks
+MOST_BLOCKS = 4096  # the cost of a row's blocks is worked out from a table of all pairs
 
 
 def split_context(batch: Batch, shards: int) -> Batch:
@@ -57,12 +58,28 @@ def deal(visible_until: np.ndarray, shards: int, block: int) -> np.ndarray:
     return (order[:, None] * block + np.arange(block)).reshape(-1).astype(np.int32)
 
 
+def order(visible_until: np.ndarray, shards: int) -> np.ndarray:
+    """The order of the positions of some rows, int32 [B, T], in which `split_context` cuts them.
+
+    Raises ValueError for rows that could only be cut into many small blocks.
+    """
+    length = visible_until.shape[1]
+    if shards == 1:
+        return np.broadcast_to(np.arange(length, dtype=np.int32), visible_until.shape)
+    block = math.gcd(length // shards, BLOCK)
+    if length // block > MOST_BLOCKS:
+        unit = shards * BLOCK
+        raise ValueError(
+            f"rows of {length} tokens over mesh.context ({shards}) are {length // block} blocks of {block}, too many: "
+            f"take a length that is a multiple of {unit}, such as {-(-length // unit) * unit}"
+        )
+    return np.stack([deal(row, shards, block) for row in visible_until])
+
+
 def _split(rows: Rows, shards: int, what: str) -> tuple[Rows, np.ndarray]:
     """The reordered rows, and int32 [B, T] where every position of a row went. Edges keep their parents."""
-    length = rows.tokens.shape[1]
-    _check_multiple(length, shards, what)
-    block = math.gcd(length // shards, BLOCK)
-    index = np.stack([deal(row, shards, block) for row in rows.visible_until])
+    _check_multiple(rows.tokens.shape[1], shards, what)
+    index = order(rows.visible_until, shards)
     place = np.argsort(index, axis=1).astype(np.int32)
     tokens, positions = (np.take_along_axis(x, index, axis=1) for x in (rows.tokens, rows.positions))
     weight = None if rows.token_weight is None else np.take_along_axis(rows.token_weight, index, axis=1)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mwjax.model.attention import blockwise, oracle, pallas, splash
+from mwjax.tree.rows import Rows
 
 BACKENDS: dict[str, Callable[..., jax.Array]] = {
     "blockwise": blockwise.attend,
@@ -83,3 +84,10 @@ def check_platform(backend: str, platform: str) -> None:
             f"the attention backend {backend!r} runs on TPUs only and these devices are {platform}: choose "
             "model.attention=blockwise, which runs anywhere"
         )
+
+
+def check_rows(backend: str, rows: Rows, shards: int = 1) -> None:
+    """Raises ValueError where ``backend`` does not hold the mask of every row (numpy, in row order), each cut into
+    ``shards`` for context parallelism: its output would be NaN."""
+    if backend == "splash":
+        splash.check_masks(rows, shards)

@@ -12,12 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jax.typing import ArrayLike
 
 from mwjax.model.attention.block_pairs import block_sizes, full_blocks, pad_to_blocks
 from mwjax.model.attention.blockwise import OUTPUT_NAME, visited_blocks
-from mwjax.tree.rows import Batch
+from mwjax.tree import context
+from mwjax.tree.rows import Rows
 
 # Partly visible pairs a query block may have on average. Measured with blocks of 512: a causal row has 1, trees of 5 to
 # 21 views of up to 131,072 tokens have 2.7 to 5.2 (tests/benchmarks/tpu_attention.py).
@@ -57,7 +60,7 @@ def attend(
     sizes = (block, block) if block else block_sizes(rows, keys, BLOCKS)
     arguments = pad_to_blocks((query, key, value, visible_until, query_index), sizes)
     blocks = arguments[0].shape[1] // sizes[0], arguments[1].shape[1] // sizes[1]
-    capacity = min(partial_blocks or PARTIAL_PER_QUERY_BLOCK * blocks[0], blocks[0] * blocks[1])
+    capacity = min(partial_blocks, blocks[0] * blocks[1]) if partial_blocks else _capacity(*blocks)
     # The kernel keeps its mask for the backward pass. Rebuilding it there instead keeps one row's mask alive, not
     # every row's of every layer; the named output and log-sum-exp are kept, so that the kernel does not run again.
     row = jax.checkpoint(
@@ -68,29 +71,38 @@ def attend(
     return jax.lax.map(row, arguments)[:, :rows]
 
 
-def count_partial_blocks(visible_until: jax.Array, block: int | None = None) -> int:
-    """Pairs of blocks of one row, int32 [T], of which some but not all is visible: what ``partial_blocks`` is for."""
-    length = visible_until.shape[0]
-    sizes = (block, block) if block else block_sizes(length, length, BLOCKS)
-    row = jnp.asarray(visible_until)[None]
-    nothing = jnp.zeros((1, length, 1, 1))
-    index = jnp.arange(length, dtype=jnp.int32)[None]
-    *_, ends, index = pad_to_blocks((nothing, nothing, nothing, row, index), sizes)
-    return int((_kinds(ends[0], index[0], sizes) == PARTIAL).sum())
+def count_partial_blocks(
+    visible_until: ArrayLike, query_index: ArrayLike | None = None, block: int | None = None
+) -> tuple[int, int]:
+    """Pairs of blocks of one row of which some but not all is visible (what ``partial_blocks`` is for), and how many
+    `attend` holds by itself. visible_until: int32 [S]; query_index: int32 [T], None: all queries in order."""
+    ends = jnp.asarray(visible_until)
+    index = jnp.arange(len(ends), dtype=jnp.int32) if query_index is None else jnp.asarray(query_index)
+    rows, keys = len(index), len(ends)
+    sizes = (block, block) if block else block_sizes(rows, keys, BLOCKS)
+    nothing = [jnp.zeros((1, length, 1, 1)) for length in (rows, keys, keys)]
+    *_, ends, index = pad_to_blocks((*nothing, ends[None], index[None]), sizes)
+    kinds = _kinds(ends[0], index[0], sizes)
+    return int((kinds == PARTIAL).sum()), _capacity(*kinds.shape)
 
 
-def check_masks(batch: Batch) -> None:
-    """Raises ValueError where a row of a batch has more partly visible pairs of blocks than `attend` holds; numpy in,
-    computed on the host."""
+def _capacity(query_blocks: int, key_blocks: int) -> int:
+    return min(PARTIAL_PER_QUERY_BLOCK * query_blocks, query_blocks * key_blocks)
+
+
+def check_masks(rows: Rows, shards: int = 1) -> None:
+    """Raises ValueError where a row, or one of the parts it is cut into for context parallelism, has more partly
+    visible pairs of blocks than `attend` holds; numpy in, in row order, computed on the host."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for rows in (batch.rows, batch.teacher):
-            for ends in () if rows is None else rows.visible_until:
-                blocks = -(-len(ends) // block_sizes(len(ends), len(ends), BLOCKS)[0])
-                held, found = min(PARTIAL_PER_QUERY_BLOCK * blocks, blocks * blocks), count_partial_blocks(ends)
+        for ends, index in zip(rows.visible_until, context.order(rows.visible_until, shards)):
+            for part in np.split(index, shards):
+                found, held = count_partial_blocks(ends, part)
                 if found > held:
+                    what = "a row" if shards == 1 else f"a part of {len(part)} tokens of a row"
                     raise ValueError(
-                        f"a row of {len(ends)} tokens has {found} partly visible pairs of blocks, and splash attention "
-                        f"holds {held}: set model.attention=pallas, which holds any number, or data.method=logittree"
+                        f"{what} of {len(ends)} tokens has {found} partly visible pairs of blocks, and splash "
+                        f"attention holds {held}: set model.attention=pallas, which holds any number, or "
+                        "data.method=logittree"
                     )
 
 
