@@ -157,6 +157,10 @@ def test_a_session_is_named_by_what_was_chosen_then_by_the_harness_then_by_key()
         ("deflate", zlib.compress),
         ("br", brotli.compress),
         ("zstd", zstandard.compress),
+        ("gzip, br", lambda text: brotli.compress(gzip.compress(text))),
+        # Pieces that are packed each by itself, as a server does that packs every event.
+        ("gzip", lambda text: gzip.compress(text[:99]) + gzip.compress(b"") + gzip.compress(text[99:])),
+        ("zstd", lambda text: zstandard.compress(text[:99]) + zstandard.compress(text[99:])),
     ],
 )
 def test_content_codings_are_undone_at_once_and_in_pieces(coding, encode):
@@ -164,7 +168,7 @@ def test_content_codings_are_undone_at_once_and_in_pieces(coding, encode):
     packed = encode(text)
     assert content_codings.decoded(packed, coding) == text
     decode = content_codings.decoder(coding.upper())
-    assert b"".join(decode(packed[at : at + 7]) for at in range(0, len(packed), 7)) == text
+    assert b"".join(decode(packed[at : at + 7]) for at in range(0, len(packed), 7)) == text and decode(b"") == b""
     if coding != "identity":
         with pytest.raises(ValueError, match="coding"):
             content_codings.decoded(b"certainly not packed", coding)
