@@ -208,6 +208,37 @@ def test_a_line_cut_by_a_crash_is_set_aside(tmp_path, monkeypatch, kept: int, bl
     assert Path(f"{path}.torn").read_bytes() == torn + b"\n" + b'{"again\n'
 
 
+def test_a_journal_follows_its_file(tmp_path) -> None:
+    path = tmp_path / "folder" / "x.jsonl"
+    path.parent.mkdir()
+    written = journal.Journal(path)
+    written.append(b"1\n")
+    path.rename(tmp_path / "moved")
+    written.append(b"2\n")
+    assert (tmp_path / "moved").read_bytes() == b"1\n" and path.read_bytes() == b"2\n"
+    path.unlink()
+    written.append(b"3\n")
+    assert path.read_bytes() == b"3\n"
+    os.truncate(path, 0)  # as a program does that copies a log and empties it
+    written.append(b"4\n")
+    with path.open("ab") as other:
+        other.write(b"5\n6")
+    written.append_soon(b"7\n")
+    assert path.read_bytes() == b"4\n5\n6\n7\n"
+    path.unlink()
+    path.parent.rmdir()
+    written.append(b"8\n")
+    assert path.read_bytes() == b"8\n"
+    path.unlink()
+    theirs = journal.Journal(path)
+    with pytest.raises(RolloutFileError, match="another recorder"):
+        written.append(b"9\n")
+    theirs.close()
+    written.append(b"9\n")
+    written.close()
+    assert path.read_bytes() == b"9\n"
+
+
 def test_a_torn_line_is_reported_as_a_warning(tmp_path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"id": ')
@@ -259,7 +290,7 @@ def test_a_full_disk_costs_nothing_but_the_call(tmp_path, monkeypatch) -> None:
 
         monkeypatch.setattr(journal.os, "pwrite", filling)
         message = (
-            r"^cannot write .*x.jsonl: the disk is full; free some space and run again; this rollout is not in it$"
+            r"^cannot write .*: the disk is full; free some space and run again; what was to be added is not in it$"
         )
         with pytest.raises(RolloutFileError, match=message):
             entry.close()

@@ -22,7 +22,8 @@ class Journal:
     """Appends whole lines to a local file.
 
     A line cut short by a crash is moved to ``PATH.torn`` when the file is opened again; ``torn`` then says so. One
-    process at a time may hold the file.
+    process at a time may hold the file. If somebody moves or removes it, the next lines begin a new one; if somebody
+    empties it or adds to it, they follow what is there.
     """
 
     def __init__(self, path: Any) -> None:
@@ -39,19 +40,7 @@ class Journal:
                 f"cannot append to {path}: a compressed file cannot be repaired after a crash; record to a .jsonl file "
                 "and compress it with rollouts.write"
             )
-        try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise file_error("write", path, error) from error
-        try:
-            self._lock()
-            self._size = self._recover()
-            sync_folder(os.path.dirname(os.path.abspath(self.path)))
-        except OSError as error:
-            os.close(self._descriptor)
-            if isinstance(error, RolloutFileError):
-                raise
-            raise file_error("write", path, error) from error
+        self._descriptor, self._size = self._open()
 
     def append(self, line: bytes) -> None:
         """Writes one line (newline included) to the disk, or, on an error, leaves the file as it was."""
@@ -71,35 +60,71 @@ class Journal:
 
     def _write(self, lines: bytes, sync: bool) -> None:
         try:
+            self._follow()
             _write_all(self._descriptor, lines, self._size)
             if sync:
                 os.fsync(self._descriptor)
+        except RolloutFileError:
+            raise
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
-            raise file_error("write", self.path, error, "; this rollout is not in it") from error
+            raise file_error("write", self.path, error, "; what was to be added is not in it") from error
         self._size += len(lines)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _lock(self) -> None:
+    def _open(self) -> tuple[int, int]:
+        """The descriptor of the file at the path, locked, and the size of its whole lines."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise file_error("write", self.path, error) from error
+        try:
+            self._lock(descriptor)
+            size = self._recover(descriptor)
+            sync_folder(os.path.dirname(os.path.abspath(self.path)))
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, RolloutFileError):
+                raise
+            raise file_error("write", self.path, error) from error
+        return descriptor, size
+
+    def _follow(self) -> None:
+        """Makes the descriptor that of the file at the path, and the size its own."""
+        ours = os.fstat(self._descriptor)
+        try:
+            same = os.path.samestat(os.stat(self.path), ours)
+        except OSError:
+            same = False
+        if not same:
+            with contextlib.suppress(OSError):  # opening it says what is wrong
+                os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            moved = self._descriptor
+            self._descriptor, self._size = self._open()
+            os.close(moved)
+        elif ours.st_size != self._size:
+            self._size = self._recover(self._descriptor)
+
+    def _lock(self, descriptor: int) -> None:
         if fcntl is None:
             return
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RolloutFileError(
                 f"cannot write {self.path}: another recorder has it open; give each its own file"
             ) from None
 
-    def _recover(self) -> int:
+    def _recover(self, descriptor: int) -> int:
         """Cuts off what follows the last newline, unless it is a whole line; the size after that."""
-        size = os.fstat(self._descriptor).st_size
-        end = self._last_newline(size) + 1
+        size = os.fstat(descriptor).st_size
+        end = _last_newline(descriptor, size) + 1
         if end == size:
             return size
-        tail = os.pread(self._descriptor, size - end, end)
+        tail = os.pread(descriptor, size - end, end)
         try:
             json.loads(tail)
         except ValueError:
@@ -108,23 +133,24 @@ class Journal:
                 out.write(tail + b"\n")
                 out.flush()
                 os.fsync(out.fileno())
-            os.ftruncate(self._descriptor, end)
-            os.fsync(self._descriptor)
+            os.ftruncate(descriptor, end)
+            os.fsync(descriptor)
             self.torn = (
                 f"the last line of {self.path} was cut short ({len(tail)} bytes, from byte {end}); it is now in {aside}"
             )
             return end
-        _write_all(self._descriptor, b"\n", size)
-        os.fsync(self._descriptor)
+        _write_all(descriptor, b"\n", size)
+        os.fsync(descriptor)
         return size + 1
 
-    def _last_newline(self, size: int) -> int:
-        step = BLOCK_BYTES
-        for start in range((size - 1) // step * step, -1, -step):
-            block = os.pread(self._descriptor, min(step, size - start), start)
-            if b"\n" in block:
-                return start + block.rindex(b"\n")
-        return -1
+
+def _last_newline(descriptor: int, size: int) -> int:
+    step = BLOCK_BYTES
+    for start in range((size - 1) // step * step, -1, -step):
+        block = os.pread(descriptor, min(step, size - start), start)
+        if b"\n" in block:
+            return start + block.rindex(b"\n")
+    return -1
 
 
 def _write_all(descriptor: int, data: bytes, at: int) -> None:
