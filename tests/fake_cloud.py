@@ -49,6 +49,11 @@ for rule in failures:
         save("failures.json", failures)
         fail(rule["says"], rule["status"])
 
+hanging = load("hanging.json", None)
+if hanging and re.search(hanging, " ".join(arguments), re.S):
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    subprocess.run(["sleep", "60"])
+
 def hosts(node=None):
     found = sorted((root / "hosts").glob("*"), key=lambda path: (path.name.rpartition(".")[0], int(path.suffix[1:])))
     return [path for path in found if node is None or path.name.rpartition(".")[0] == node]
@@ -75,7 +80,7 @@ if service == "queued-resources":
             "states": scripts[min(made, len(scripts) - 1)],
             "accelerator": option("accelerator-type"),
             "count": count,
-            "spot": "--spot" in arguments,
+            "capacity": [kind for kind in ("spot", "reserved") if f"--{kind}" in arguments],
         }
         save("resource.json", resource)
         save("made.json", made + 1)
@@ -101,6 +106,10 @@ if service == "queued-resources":
         if resource["count"] > 1:
             node["multisliceParams"] = {"nodeCount": resource["count"]}
         answer = {"name": name, "tpu": {"nodeSpec": [node]}, "state": {"state": state}}
+        if "spot" in resource["capacity"]:
+            answer["spot"] = {}
+        if "reserved" in resource["capacity"]:
+            answer["guaranteed"] = {"reserved": True}
         if reason:
             answer["state"]["failedData"] = {"error": {"message": reason}}
         print(json.dumps(answer))
@@ -201,6 +210,10 @@ class Cloud:
         path = self.folder / "failures.json"
         rules = json.loads(path.read_text()) if path.exists() else []
         self.write("failures.json", [*rules, {"match": match, "says": says, "times": times, "status": status}])
+
+    def hangs(self, match: str) -> None:
+        """Commands that match do not answer."""
+        self.write("hanging.json", match)
 
     def cuts(self, host: str, after: int) -> None:
         """The next connection that follows the log of ``host`` breaks after so many bytes."""

@@ -23,12 +23,13 @@ Examples:
 \b
 The same command again uses the machines that are there, and follows the job where it runs already. Ctrl-C leaves the
 job running. Restarts need this command to go on: run it under tmux, or on a small machine in the cloud. The machines
-are paid for until they are deleted: see --rm.
+are paid for until they are deleted: see --rm. Machines that somebody deletes meanwhile are not rented again.
 
 \b
 Before: install the Google Cloud CLI, gcloud auth login, enable the TPU API; ssh-add the key if it has a passphrase.
 The machines' service account must be able to write to the bucket. Copy data and models into the bucket: the hosts do
-not see this machine's files.
+not see this machine's files. Secrets: --env HF_TOKEN --env WANDB_API_KEY, without a value, take it from here and are in
+no command line.
 
 \b
 Exit status: the job's; 2 where it could not be launched, 130 after Ctrl-C. Not tried on real TPU machines yet.
@@ -57,10 +58,15 @@ def launch(
         typer.Option("--file", metavar="FILE", help="Copy this file to every host as well; repeatable."),
     ] = None,
     environment: Annotated[
-        list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Set for the job; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--env", metavar="NAME[=VALUE]", help="Set for the job; repeatable. NAME alone: a secret, as set here."
+        ),
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often to begin again after a preemption.")] = 20,
-    remove: Annotated[bool, typer.Option("--rm", help="Delete the machines once the job has ended.")] = False,
+    remove: Annotated[
+        bool, typer.Option("--rm", help="Delete the machines once the job has ended or cannot go on.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands in their order; run none.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Say how machines and job stand.")] = False,
     logs: Annotated[bool, typer.Option("--logs", help="Follow the job that runs.")] = False,

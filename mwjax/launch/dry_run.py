@@ -9,7 +9,7 @@ from pathlib import Path
 from mwjax.launch import commands, remote, wheel
 from mwjax.launch.commands import Command
 from mwjax.launch.job import Job
-from mwjax.launch.supervise import SHORT_GRACE
+from mwjax.launch.supervise import SHORT_GRACE, secrets_file
 
 
 def lines(job: Job, *, given_wheel: str | None, max_restarts: int, poll: float, delete_after: bool) -> Iterator[str]:
@@ -26,9 +26,11 @@ def lines(job: Job, *, given_wheel: str | None, max_restarts: int, poll: float, 
     every = "each of these on every node; where --worker is a number, on every host"
     yield from _phase(f"Install; {every}", [])
     yield shlex.join(commands.prepare(machines, hosts[0].node))
-    yield shlex.join(commands.copy(machines, hosts[0].node, (Path(built), *job.files)))
+    if job.secrets:
+        yield f"# {remote.SECRETS}: written for the copy, with {', '.join(name for name, _ in job.secrets)} as set here"
+    yield shlex.join(commands.copy(machines, hosts[0].node, (Path(built), *job.files, *secrets_file(job))))
     name = built.rpartition("/")[2]
-    yield shlex.join(commands.ssh(machines, hosts[0], remote.install(name, digest, job.python)))
+    yield shlex.join(commands.ssh(machines, hosts[0], remote.install(job, name, digest)))
     yield from _phase(f"Start: {job.describe()}", [commands.ssh(machines, hosts[0], remote.start(job))])
     yield from _phase("Follow the log until the job has ended", [commands.ssh(machines, hosts[0], remote.follow(0))])
     if len(hosts) > 1:

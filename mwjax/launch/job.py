@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from mwjax.launch.topologies import Slice
 
 Capacity = Literal["on-demand", "spot", "reserved"]
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+BUCKET = re.compile(r"gs://[a-z0-9][-_.a-z0-9]*(/[^\s/]+)*/*")
 ELSEWHERE = ("gs://", "s3://", "http://", "https://")  # names that mean the same on every machine
 
 
@@ -63,18 +65,22 @@ class Machines:
 @dataclass(frozen=True)
 class Job:
     """What runs on every host. command: the same everywhere. files: copied into its working directory. environment:
-    beside what the hosts have. python: version of the interpreter that is installed for it."""
+    beside what the hosts have. secrets: the same, in no command line and in nothing that is printed. python: version of
+    the interpreter that is installed for it."""
 
     machines: Machines
     command: tuple[str, ...]
     files: tuple[Path, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     python: str = "3.12"
 
     @property
     def id(self) -> str:
-        """Equal for the same command in the same environment: the same job, to be found running again."""
-        text = "\0".join([*self.command, *(f"{name}={value}" for name, value in self.environment)])
+        """Equal for the same command in the same environment: the same job, to be found running again. Other values of
+        secrets make no other job."""
+        names = [name for name, _ in self.secrets]
+        text = "\0".join([*self.command, *(f"{name}={value}" for name, value in self.environment), *names])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def describe(self) -> str:
@@ -100,15 +106,18 @@ def plan(
     """The job that the command line asks for.
 
     words: ``CONFIG.yaml KEY=VALUE...`` for ``mwjax train``, or any command. With a ``bucket``, jax's compilation cache
-    is kept there and, unless the options say otherwise, the run directory. counted: let every process check how many
-    hosts there are and how many devices each has.
+    is kept there and, unless configuration or options name another in a bucket, the run directory. environment:
+    ``NAME=VALUE``, or ``NAME`` for a secret whose value this process's environment has. counted: let every process
+    check how many hosts there are and how many devices each has.
 
     Raises LaunchError or ConfigError for whatever would fail only once the machines are paid for: an option that does
     not exist, a run directory that goes with the hosts, a file that is not on them.
     """
     if not words:
         raise LaunchError("give what to run: a configuration with options, or any command after --")
-    if bucket is not None and not bucket.startswith("gs://"):
+    if re.match(r"[\w.]+=", words[0]):
+        raise LaunchError(f"{words[0]}: the configuration comes first, options after it")
+    if bucket is not None and not BUCKET.fullmatch(bucket):
         raise LaunchError(f"--bucket {bucket}: expected gs://BUCKET or gs://BUCKET/FOLDER")
     bucket = bucket.rstrip("/") if bucket else None
     shipped = tuple(Path(file) for file in files)
@@ -122,7 +131,8 @@ def plan(
     names = [file.name for file in shipped]
     if len(set(names)) < len(names):
         raise LaunchError(f"files of one name would overwrite each other on the hosts: {', '.join(sorted(names))}")
-    return Job(machines, command, shipped, _environment(machines, bucket, environment, counted), python)
+    plain, secrets = _environment(machines, bucket, environment, counted)
+    return Job(machines, command, shipped, plain, secrets, python)
 
 
 def _train(name: str, words: Sequence[str], bucket: str | None, shipped: set[str]) -> tuple[tuple[str, ...], Path]:
@@ -130,19 +140,23 @@ def _train(name: str, words: Sequence[str], bucket: str | None, shipped: set[str
     from mwjax.train import load
 
     config, overrides = Path(words[0]), list(words[1:])
-    if bucket and not any(word.startswith("run_dir=") for word in overrides):
-        overrides.append(f"run_dir={bucket}/{name}")
     settings = load.load(str(config), overrides)
-    if not settings.run_dir.startswith("gs://"):
+    in_bucket = settings.run_dir.startswith("gs://")
+    if bucket and not in_bucket and not any(word.startswith("run_dir=") for word in overrides):
+        overrides.append(f"run_dir={bucket}/{name}")
+        in_bucket = True
+    if not in_bucket:
         raise LaunchError(
             f"run_dir {settings.run_dir} would be on the hosts' own disks, and its checkpoints gone with them: give "
             "--bucket gs://BUCKET/FOLDER, or run_dir=gs://..."
         )
     small = settings.model.small
-    values = [*settings.data.paths, settings.model.path, small.tokenizer if small else None]
-    for value in values:
+    files = [*settings.data.paths, *settings.evaluation.paths, small.tokenizer if small else None]
+    for value in [*files, settings.model.path]:
         if value is None or value.startswith(ELSEWHERE) or value in shipped:
             continue
+        if not Path(value).exists() and value in files and not value.startswith("/"):
+            raise LaunchError(f"{value}: no such file, here or among what is copied to the hosts with --file")
         if Path(value).exists():
             raise LaunchError(
                 f"{value} is on this machine, not on the hosts: copy it into the bucket (gcloud storage cp -r) and "
@@ -152,10 +166,14 @@ def _train(name: str, words: Sequence[str], bucket: str | None, shipped: set[str
     return ("mwjax", "train", config.name, *overrides), config
 
 
+Variables = tuple[tuple[str, str], ...]
+
+
 def _environment(
     machines: Machines, bucket: str | None, given: Sequence[str], counted: bool
-) -> tuple[tuple[str, str], ...]:
-    values = {"PYTHONUNBUFFERED": "1"}
+) -> tuple[Variables, Variables]:
+    """Plain variables and secret ones."""
+    values, secrets = {"PYTHONUNBUFFERED": "1"}, {}
     if bucket:
         values["JAX_COMPILATION_CACHE_DIR"] = f"{bucket}/compilation-cache"
     if counted:
@@ -163,7 +181,15 @@ def _environment(
         values["MWJAX_LOCAL_DEVICES"] = str(machines.slice.devices_per_host)
     for pair in given:
         name, equals, value = pair.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise LaunchError(f"--env {pair}: expected NAME=VALUE")
-        values[name] = value
-    return tuple(values.items())
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise LaunchError(f"--env {pair}: expected NAME=VALUE, or NAME to take its value from this environment")
+        if equals:
+            values[name] = value
+        elif name in os.environ:
+            secrets[name] = os.environ[name]
+        else:
+            raise LaunchError(f"--env {name}: {name} is not set here; export it, or give --env {name}=VALUE")
+    both = sorted(values.keys() & secrets.keys())
+    if both:
+        raise LaunchError(f"--env {both[0]}: given with a value and without")
+    return tuple(values.items()), tuple(secrets.items())

@@ -2,6 +2,7 @@
 
 The job is a session of its own there, in ``~/mwjax-launch``: it outlives the connection that started it. Beside its
 ``log`` stand ``job`` (which one it is), ``pid``, ``status`` (once it has ended) and ``stopped`` (if it was told to).
+Secrets come as a file that only we can read, and not in a command, which every process list shows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shlex
 from mwjax.launch.job import Job
 
 FOLDER = "mwjax-launch"
+SECRETS = "secrets"  # the file of that name there
 MARK = "\x1emwjax-"
 _OCTAL = r"\036mwjax-"
 _ENTER = f'cd "$HOME/{FOLDER}"'
@@ -19,11 +21,26 @@ EXTRAS = "tpu,gcs"
 
 def prepare() -> str:
     """Makes the folder; whether a host can be reached shows in it."""
-    return f'mkdir -p "$HOME/{FOLDER}"'
+    return f'mkdir -p "$HOME/{FOLDER}" && chmod 700 "$HOME/{FOLDER}"'
 
 
-def install(wheel: str, digest: str, python: str) -> str:
-    """Installs the wheel that was copied into the folder, unless the same one is installed already.
+def secrets(job: Job) -> str:
+    """The file of that name: the job's secrets for its shell."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.secrets)
+
+
+def _leave_alone(job: Job) -> list[str]:
+    """Ends the script where the job runs already, and with an error where another does."""
+    return [
+        'if [ -f pid ] && [ ! -f status ] && kill -0 -- "-$(cat pid)" 2>/dev/null; then',
+        f'  if [ "$(cat job)" = {job.id} ]; then exit 0; fi',
+        '  echo "another job is running here" >&2; exit 1',
+        "fi",
+    ]
+
+
+def install(job: Job, wheel: str, digest: str) -> str:
+    """Installs the wheel that was copied into the folder, unless the same one is installed already, or the job runs.
 
     The hosts' own Python is older than mwjax's; uv brings one. PIP_BREAK_SYSTEM_PACKAGES: newer images refuse a plain
     ``pip install --user``.
@@ -31,10 +48,11 @@ def install(wheel: str, digest: str, python: str) -> str:
     return "\n".join(
         [
             f"set -e; {_ENTER}",
+            *_leave_alone(job),
             f'if [ "$(cat installed 2>/dev/null)" = {digest} ]; then exit 0; fi',
             'export PATH="$HOME/.local/bin:$PATH" PIP_BREAK_SYSTEM_PACKAGES=1',
             "command -v uv >/dev/null || python3 -m pip install --quiet --user uv",
-            f"uv venv --quiet --clear --python {shlex.quote(python)} venv",
+            f"uv venv --quiet --clear --python {shlex.quote(job.python)} venv",
             f'uv pip install --quiet --python venv/bin/python "mwjax[{EXTRAS}] @ file://$PWD/{wheel}"',
             f"echo {digest} > installed",
         ]
@@ -47,13 +65,10 @@ def start(job: Job) -> str:
     return "\n".join(
         [
             f"set -e; {_ENTER}",
-            # gcloud runs a script once more when its connection breaks.
-            'if [ -f pid ] && [ ! -f status ] && kill -0 -- "-$(cat pid)" 2>/dev/null; then',
-            f'  if [ "$(cat job)" = {job.id} ]; then exit 0; fi',
-            '  echo "another job is running here" >&2; exit 1',
-            "fi",
+            *_leave_alone(job),  # gcloud runs a script once more when its connection breaks
             "rm -f status stopped; if [ -f log ]; then mv -f log log.before; fi",
             *(f"export {name}={shlex.quote(value)}" for name, value in job.environment),
+            *([f". ./{SECRETS}"] if job.secrets else []),
             f'export PATH="$HOME/{FOLDER}/venv/bin:$PATH"',
             f"echo {job.id} > job",
             f"setsid nohup bash -c {shlex.quote(run)} > log 2>&1 < /dev/null &",
@@ -89,11 +104,12 @@ def follow(offset: int) -> str:
     )
 
 
-def stop(seconds: int) -> str:
-    """Asks the job to stop, waits so long for it to save its state, then kills it."""
+def stop(seconds: int, job: str | None = None) -> str:
+    """Asks the job to stop, waits so long for it to save its state, then kills it. job: only the one of that id."""
     return "\n".join(
         [
             f"{_ENTER} 2>/dev/null && [ -f pid ] && [ ! -f status ] || exit 0",
+            *([f'[ "$(cat job)" = {job} ] || exit 0'] if job else []),
             'touch stopped; group="-$(cat pid)"',
             'kill -TERM -- "$group" 2>/dev/null || exit 0',
             f"for _ in $(seq {2 * seconds}); do",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def carry_out(request: Request) -> int:
         print("\n".join(lines))
         return 0
     try:
-        with _sigterm_interrupts():
+        with _alone(machines.name), _sigterm_interrupts():
             return supervise.run(
                 todo,
                 lambda: wheel.make(machines.name, request.wheel),
@@ -83,10 +84,6 @@ def carry_out(request: Request) -> int:
                 delete_after=request.remove,
             )
     except KeyboardInterrupt:
-        supervise.say(
-            f"left; what runs on the machines goes on. The same command follows it again; to end it: mwjax launch "
-            f"{machines.name} --zone {machines.zone} --stop, or --delete"
-        )
         return LEFT
 
 
@@ -170,6 +167,23 @@ def _submit(request: Request, todo: Job, cluster: str) -> int:
         if status:
             return status
     return 0
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """While the block runs, no other launch of that name does on this machine: after a preemption, each would delete
+    what the other has rented. Raises LaunchError."""
+    lock = wheel.folder(name).with_name(f"{name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchError(
+                f"another mwjax launch {name} is at work on this machine; to see what it follows: mwjax launch {name} "
+                "--logs"
+            ) from None
+        yield
 
 
 @contextlib.contextmanager

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import re
-import signal
 import subprocess
 import tempfile
 import threading
 from dataclasses import dataclass
 
-from mwjax.launch import commands, remote
+from mwjax.launch import cloud, commands, remote
 from mwjax.launch.job import Host, Machines
 
 _SAID = re.compile(
@@ -68,7 +65,7 @@ class Streams:
         self._closing.set()
         with self._lock:
             for process in self._running:
-                _kill(process)
+                cloud.end(process)
         for thread in self._threads:
             thread.join(5)
 
@@ -118,7 +115,7 @@ class Streams:
                 if reader.end is not None:
                     break
             if reader.end is not None:
-                _kill(process)
+                cloud.end(process)
             process.stdout.close()
             process.wait()
             with self._lock:
@@ -126,12 +123,6 @@ class Streams:
             errors.seek(0)
             said = errors.read().decode(errors="replace").strip().splitlines()
         return reader.end, said[-1] if said else ""
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the client and the ssh it has started, which would keep our pipe open."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 class LogReader:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
-from mwjax.launch import cloud, commands, remote
+from mwjax.launch import cloud, commands, remote, wheel
 from mwjax.launch.job import Host, Job, LaunchError, Machines
 from mwjax.launch.stream import Dropped, Ended, Line, Streams
 from mwjax.launch.wheel import Wheel
@@ -26,10 +29,15 @@ LOOKS = 4  # at the queue after a failure, before it is taken for the job's own
 # How `mwjax train` ends its output: `train.loop.TrainResult.summary`.
 SUMMARY = re.compile(r": step (?P<step>\d+) of (?P<total>\d+)(?P<saved>, saved; the same command continues)?$")
 UNKNOWN = "unknown"  # a state that cannot be had at the moment
+DELETED = "deleted"  # there is none
 
 
 class HostUnreachable(LaunchError):
     """A host does not answer, or a script failed on it."""
+
+
+class OutOfReach(LaunchError):
+    """Neither hosts nor queue can be reached from here: the job may go on."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +62,62 @@ def run(
     Machines of that name are used where they are there, and a job that runs on them is followed, not started again.
     After a preemption the machines are rented anew and the same command starts: it continues from its last checkpoint.
     That happens ``max_restarts`` times. Raises LaunchError. On KeyboardInterrupt the job goes on.
+
+    delete_after: give the machines back also where the job cannot be brought to its end. Whatever happens, it is said
+    what goes on costing money.
     """
+    machines = job.machines
+    attached = _attach(job)
     try:
-        end = _to_the_end(job, make_wheel, max_restarts, poll)
-    except LaunchError:
-        with contextlib.suppress(LaunchError):
-            if cloud.find(job.machines) is not None:
-                say(_kept(job.machines))
+        end = _to_the_end(job, attached, make_wheel, max_restarts, poll)
+    except LaunchError as error:
+        if delete_after and not isinstance(error, OutOfReach):
+            with contextlib.suppress(LaunchError):
+                delete(machines)
+        _tell_what_is_left(machines)
+        raise
+    except KeyboardInterrupt:
+        say(
+            "left; what runs on the machines goes on, and what was asked for stays in the queue. The same command goes "
+            f"on from here; to end the job alone: mwjax launch {machines.name} --stop{_where(machines)}"
+        )
+        say(_kept(machines) + (" (--rm was for this command alone)" if delete_after else ""))
         raise
     say(end.reason)
     if delete_after:
-        delete(job.machines)
+        delete(machines)
     else:
-        say(_kept(job.machines))
+        say(_kept(machines))
     return end.status
 
 
+def _tell_what_is_left(machines: Machines) -> None:
+    try:
+        resource = cloud.find(machines)
+    except LaunchError:
+        say(f"whether there are machines cannot be seen from here. {_kept(machines)}")
+        return
+    if resource is None:
+        return
+    if resource.state in cloud.NOT_PAID:
+        say(
+            f"{machines.name} is {resource.state}: nothing is paid for, but it may count against the quota until: "
+            f"mwjax launch {machines.name} --delete{_where(machines)}"
+        )
+    else:
+        say(_kept(machines))
+
+
 def _kept(machines: Machines) -> str:
-    return f"the machines are kept, and paid for, until: mwjax launch {machines.name} --delete --zone {machines.zone}"
+    return f"the machines are kept, and paid for, until: mwjax launch {machines.name} --delete{_where(machines)}"
 
 
-def _to_the_end(job: Job, make_wheel: Callable[[], Wheel], max_restarts: int, poll: float) -> End:
+def _where(machines: Machines) -> str:
+    return f" --zone {machines.zone}" + (f" --project {machines.project}" if machines.project else "")
+
+
+def _to_the_end(job: Job, attached: bool, make_wheel: Callable[[], Wheel], max_restarts: int, poll: float) -> End:
     machines, restarts, wheel = job.machines, 0, None
-    attached = _attach(job)
     while True:
         try:
             if attached:
@@ -113,6 +154,7 @@ def stop(machines: Machines, seconds: int = GRACE) -> None:
     """Stops the job on every host: it may save its state for so long."""
     say(f"stopping the job on {len(machines.hosts)} hosts; it has {seconds} s to save its state")
     on_all(machines, machines.hosts, remote.stop(seconds))
+    say(_kept(machines))
 
 
 def states(machines: Machines) -> dict[Host, str]:
@@ -132,15 +174,21 @@ def on_all(machines: Machines, hosts: tuple[Host, ...], script: str) -> dict[Hos
     """Runs a script on hosts at once; returns what each printed. Raises HostUnreachable naming those it failed on."""
     answers: dict[Host, str] = {}
     failed: dict[Host, str] = {}
+    cancelled = threading.Event()
 
     def one(host: Host) -> None:
         try:
-            answers[host] = cloud.call(commands.ssh(machines, host, script))
+            answers[host] = cloud.call(commands.ssh(machines, host, script), cancelled)
         except cloud.CommandFailed as error:
             failed[host] = error.said
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(one, hosts))
+        try:
+            list(pool.map(one, hosts))
+        except BaseException:  # interrupted: the pool would wait for those under way, and begin all others
+            cancelled.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if failed:
         names = ", ".join(host.label for host in hosts if host in failed)
         first = next(host for host in hosts if host in failed)
@@ -180,7 +228,7 @@ def _attach(job: Job) -> bool:
         )
     if running and running != set(found):
         say("the job runs on some hosts only: stopping it there")
-        on_all(job.machines, tuple(running), remote.stop(SHORT_GRACE))
+        on_all(job.machines, tuple(running), remote.stop(SHORT_GRACE, job.id))
         return False
     return bool(running)
 
@@ -204,6 +252,9 @@ def _wait(machines: Machines, poll: float) -> None:
             asked = True
             continue
         state = resource.state if resource else "not listed yet"
+        other = resource is not None and not (asked or last) and resource.capacity != machines.capacity
+        if resource and other and state not in ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING"):
+            say(f"{machines.name} is there, {resource.capacity} and not {machines.capacity}: it is used as it is")
         if state == cloud.ACTIVE:
             break
         if resource is None:
@@ -213,7 +264,7 @@ def _wait(machines: Machines, poll: float) -> None:
         elif state == "FAILED" and asked:
             raise LaunchError(f"{machines.name} failed: {resource.detail or 'gcloud gives no reason'}")
         elif state in ("FAILED", "SUSPENDED", "SUSPENDING"):
-            say(f"{machines.name} is {state}: deleting it, to ask anew")
+            say(f"{machines.name} is {state}: deleting what is left of it, to ask anew")
             cloud.call(commands.delete(machines))
             asked, last = False, ""
             continue
@@ -226,30 +277,57 @@ def _wait(machines: Machines, poll: float) -> None:
     say(f"{machines.name}: ACTIVE after {_duration(time.monotonic() - since)}")
 
 
-def _install(job: Job, wheel: Wheel, poll: float) -> None:
+def _install(job: Job, made: Wheel, poll: float) -> None:
     """Brings the wheel and the files to all hosts. Raises HostUnreachable."""
     machines = job.machines
-    say(f"installing {wheel.path.name} on {len(machines.hosts)} hosts")
+    say(f"installing {made.path.name} on {len(machines.hosts)} hosts")
     for node in machines.nodes:
         for attempt in range(1, PATIENCE + 1):
             try:
                 cloud.call(commands.prepare(machines, node))
                 break
             except cloud.CommandFailed as error:
-                if attempt == PATIENCE or _state(machines) not in (cloud.ACTIVE, UNKNOWN):
+                if attempt == PATIENCE or _is_taken(machines, _state(machines)):
                     raise HostUnreachable(f"the hosts of {node} do not answer:\n{error.said}") from error
                 say(f"the hosts of {node} do not answer yet ({error.said.splitlines()[-1]})")
                 time.sleep(poll)
         try:
-            cloud.call(commands.copy(machines, node, (wheel.path, *job.files)))
+            with files(job) as written:
+                cloud.call(commands.copy(machines, node, (made.path, *written)))
         except cloud.CommandFailed as error:
             raise HostUnreachable(f"copying to the hosts of {node}:\n{error.said}") from error
-    on_all(machines, machines.hosts, remote.install(wheel.path.name, wheel.digest, job.python))
+    on_all(machines, machines.hosts, remote.install(job, made.path.name, made.digest))
+
+
+def secrets_file(job: Job) -> tuple[Path, ...]:
+    """Where the job's secrets are while they are copied; nowhere if it has none."""
+    return (wheel.folder(job.machines.name) / remote.SECRETS,) if job.secrets else ()
+
+
+@contextlib.contextmanager
+def files(job: Job) -> Iterator[tuple[Path, ...]]:
+    """What is copied beside the wheel; the file with the secrets, which only we can read, is there for so long."""
+    secret = secrets_file(job)
+    try:
+        for path in secret:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(remote.secrets(job))
+        yield (*job.files, *secret)
+    finally:
+        for path in secret:
+            path.unlink(missing_ok=True)
 
 
 def _start(job: Job) -> None:
     say(f"starting on {len(job.machines.hosts)} hosts: {job.describe()}")
-    on_all(job.machines, job.machines.hosts, remote.start(job))
+    try:
+        on_all(job.machines, job.machines.hosts, remote.start(job))
+    except HostUnreachable:
+        say("stopping it where it has started")
+        _stop_quietly(job.machines, {}, job.id)
+        raise
 
 
 def _follow(machines: Machines, poll: float, act: bool = True) -> End:
@@ -279,11 +357,11 @@ def _follow(machines: Machines, poll: float, act: bool = True) -> End:
             if lost or now - looked >= max(poll, 0.0) * 2 or isinstance(event, Dropped):
                 looked = now
                 state = _state(machines)
-                if state not in (cloud.ACTIVE, UNKNOWN):
+                if _is_taken(machines, state):
                     return End("interrupted", 1, f"{machines.name} was taken away ({state})")
             if isinstance(event, Dropped) and lost:
                 if state == UNKNOWN or not act:
-                    raise LaunchError(f"host {event.host.label} cannot be reached ({event.said}); the job may go on")
+                    raise OutOfReach(f"host {event.host.label} cannot be reached ({event.said}); the job may go on")
                 cloud.call(commands.delete(machines))
                 return End("interrupted", 1, f"host {event.host.label} does not answer ({event.said}); deleted")
             if leaving and now > leaving:
@@ -332,11 +410,11 @@ def _failed(machines: Machines, event: Ended, streams: Streams, width: int, poll
     return End("failed", event.status or 1, f"failed: host {event.host.label} first, with status {event.status}")
 
 
-def _stop_quietly(machines: Machines, ended: dict[Host, Ended]) -> None:
+def _stop_quietly(machines: Machines, ended: dict[Host, Ended], job: str | None = None) -> None:
     """Stops the job where it has not ended. Hosts that do not answer run nothing for long."""
     hosts = tuple(host for host in machines.hosts if host not in ended)
     try:
-        on_all(machines, hosts, remote.stop(SHORT_GRACE))
+        on_all(machines, hosts, remote.stop(SHORT_GRACE, job))
     except HostUnreachable as error:
         say(str(error))
 
@@ -346,9 +424,17 @@ def _taken(machines: Machines, poll: float) -> bool:
     for look in range(LOOKS if machines.capacity == "spot" else 1):
         if look:
             time.sleep(poll)
-        if _state(machines) not in (cloud.ACTIVE, UNKNOWN):
+        if _is_taken(machines, _state(machines)):
             return True
     return False
+
+
+def _is_taken(machines: Machines, state: str) -> bool:
+    """Whether machines that were there have been taken away. Raises LaunchError where somebody has deleted them, who
+    would not have them rented again."""
+    if state in ("DELETING", DELETED):
+        raise LaunchError(f"{machines.name} was deleted, and not by this command: it is not rented again")
+    return state not in (cloud.ACTIVE, UNKNOWN)
 
 
 def _state(machines: Machines) -> str:
@@ -356,7 +442,7 @@ def _state(machines: Machines) -> str:
         resource = cloud.find(machines)
     except cloud.CommandFailed:
         return UNKNOWN
-    return resource.state if resource else "deleted"
+    return resource.state if resource else DELETED
 
 
 def _said(answer: str) -> str:

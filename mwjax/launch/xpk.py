@@ -6,6 +6,9 @@ Flags as in xpk's src/xpk/parser/workload.py at 367c838 (June 2026). Not run on 
 
 xpk restarts a workload whose command ends with 42 or 127 to 255, and one whose nodes were taken away. A run that was
 told to stop saves its state and ends with 0, which GKE takes for the end: submit the same command once more.
+
+Secrets go by name in ``--env-file``, which cannot stand beside ``--env``: xpk takes their values from its own
+environment.
 """
 
 from __future__ import annotations
@@ -20,18 +23,22 @@ from mwjax.launch.job import Job
 def submit_commands(job: Job, cluster: str, built: str, max_restarts: int) -> list[Command]:
     """Copies the files beside the wheel ``built`` and submits the workload."""
     machines = job.machines
-    scripts = wheel.folder(machines.name) / "scripts"
+    work = wheel.folder(machines.name)
+    scripts, variables = work / "scripts", work / "environment"
+    given = [f"{variable}={value}" for variable, value in job.environment]
+    listed = [*given, *(variable for variable, _ in job.secrets)]
     name = built.rpartition("/")[2]
     install = f'pip install --quiet "mwjax[{remote.EXTRAS}] @ file://$PWD/{name}"'
     return [
         ("mkdir", "-p", str(scripts)),
         ("cp", built, *map(str, job.files), str(scripts)),
+        *([("sh", "-c", 'printf "%s\\n" "$@" > "$0"', str(variables), *listed)] if job.secrets else []),
         (
             *("xpk", "workload", "create", f"--cluster={cluster}", f"--workload={machines.name}"),
             *(f"--tpu-type={machines.slice.name}", f"--num-slices={machines.slices}", f"--zone={machines.zone}"),
             *((f"--project={machines.project}",) if machines.project else ()),
             *(f"--base-docker-image=python:{job.python}", f"--script-dir={scripts}"),
-            *(f"--env={variable}={value}" for variable, value in job.environment),
+            *([f"--env-file={variables}"] if job.secrets else [f"--env={pair}" for pair in given]),
             f"--max-restarts={max_restarts}",
             f"--command={install} && {shlex.join(job.command)}",
         ),
