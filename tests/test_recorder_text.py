@@ -234,11 +234,38 @@ def test_a_cut_off_stream_gives_what_had_arrived():
         {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"a": [1'}},
     ]
     thinking = {"type": "thinking", "thinking": "Hm", "signature": "s1"}
-    assert assembled("messages", events) == {
+    message = {
         "id": "m",
         "content": [thinking, {"type": "tool_use", "input": {}, "partial_json": '{"a": [1'}],
         "usage": {"input_tokens": 3, "output_tokens": 1},
     }
+    assert assembled("messages", events) == message
+    # What a server did to the context is part of the answer.
+    edits = {"applied_edits": [{"type": "clear_tool_uses_20250919", "cleared_tool_uses": 2}]}
+    delta = {"type": "compaction_delta", "content": "Summary", "encrypted_content": None}
+    events += [
+        {"type": "content_block_start", "index": 2, "content_block": {"type": "compaction", "content": ""}},
+        {"type": "content_block_delta", "index": 2, "delta": delta},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn"},
+            "usage": {"output_tokens": 8},
+            "context_management": edits,
+        },
+    ]
+    compaction = {"type": "compaction", "content": "Summary", "encrypted_content": None}
+    assert assembled("messages", events) == {
+        **message,
+        "content": [*message["content"], compaction],
+        "usage": {"input_tokens": 3, "output_tokens": 8},
+        "stop_reason": "end_turn",
+        "context_management": edits,
+    }
+
+    calls = [{"id": str(n), "type": "function", "function": {"name": "look", "arguments": "{}"}} for n in range(2)]
+    chunks = [{"choices": [{"index": 0, "delta": {"tool_calls": [each]}}]} for each in calls]  # as Gemini sends them
+    assert assembled("chat.completions", chunks) == {"choices": [{"index": 0, "message": {"tool_calls": calls}}]}
+
     for endpoint in ("chat.completions", "responses", "messages"):
         assert assembled(endpoint, []) is None
         assert not (assembled(endpoint, [None, 3, {"type": "ping"}, {"choices": 5}]) or {}).get("choices")

@@ -36,7 +36,7 @@ def _chat(chunks: list[dict[str, Any]]) -> dict[str, Any] | None:
             if isinstance(choice, dict):
                 index = choice.get("index")
                 _add_choice(choices.setdefault(index if isinstance(index, int) else 0, {}), choice)
-    if not result:
+    if not result and not choices:
         return None
     if result.get("object") == "chat.completion.chunk":
         result["object"] = "chat.completion"
@@ -77,6 +77,8 @@ def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
                 if known is None:
                     parts.append(known := {})
                 _add_delta(known, part)
+        elif isinstance(value, list) and isinstance(before, list):
+            message[key] = [*before, *value]  # without indices each is whole
         elif isinstance(value, dict):
             message[key] = before if isinstance(before, dict) else {}
             _add_delta(message[key], value)
@@ -137,11 +139,14 @@ def _messages(events: list[dict[str, Any]]) -> dict[str, Any] | None:
             elif delta.get("type") == "citations_delta":
                 block["citations"] = [*(block.get("citations") or ()), delta.get("citation")]
             else:
-                for key in ("text", "thinking", "signature"):
-                    if isinstance(delta.get(key), str):
-                        block[key] = (block.get(key) or "") + delta[key]
+                for key, value in delta.items():
+                    if key in ("text", "thinking") and isinstance(value, str):
+                        block[key] = (block.get(key) or "") + value
+                    elif key != "type":  # said once: a signature, what a compaction on the server left
+                        block[key] = value
         elif kind == "message_delta":
-            message = {**(message or {}), **delta}
+            beside = {key: value for key, value in event.items() if key not in ("type", "delta", "usage")}
+            message = {**(message or {}), **delta, **{key: value for key, value in beside.items() if value is not None}}
             if isinstance(event.get("usage"), dict):
                 given = {key: value for key, value in event["usage"].items() if value is not None}
                 message["usage"] = {**(message.get("usage") or {}), **given}
