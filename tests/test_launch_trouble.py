@@ -138,6 +138,26 @@ def test_machines_are_deleted_also_where_the_job_could_not_start(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False])
+def test_machines_that_cannot_be_deleted(cloud: Cloud, capsys: pytest.CaptureFixture[str], ends: bool) -> None:
+    cloud.fails("delete", "ERROR: PERMISSION_DENIED", times=9)
+    cloud.fails("scp", "lost connection", times=0 if ends else 9)
+    assert launch(cloud, *shell("true"), options=("--rm",)) == 2
+    error = capsys.readouterr().err
+    assert "PERMISSION_DENIED" in error and PAID in error
+
+
+@pytest.mark.slow
+def test_whoever_reads_the_logs_may_leave(cloud: Cloud) -> None:
+    running = background(cloud, *shell(LONG))
+    assert running.stdout is not None and running.stderr is not None
+    assert "line 1" in running.stdout.readline()
+    running.stdout.close()
+    assert PAID in running.stderr.read()
+    assert running.wait(8) == 0
+
+
+@pytest.mark.slow
 def test_another_job_is_not_deleted_with_its_machines(cloud: Cloud) -> None:
     first = background(cloud, *shell(LONG))
     wait_until(lambda: log(cloud, "job.0") and log(cloud, "job.1"))

@@ -72,11 +72,13 @@ def run(
         end = _to_the_end(job, attached, make_wheel, max_restarts, poll)
     except LaunchError as error:
         if delete_after and not isinstance(error, OutOfReach):
-            with contextlib.suppress(LaunchError):
+            try:
                 delete(machines)
+            except LaunchError as also:
+                say(str(also))
         _tell_what_is_left(machines)
         raise
-    except KeyboardInterrupt:
+    except BaseException:  # Ctrl-C, or whoever reads the logs has seen enough
         say(
             "left; what runs on the machines goes on, and what was asked for stays in the queue. The same command goes "
             f"on from here; to end the job alone: mwjax launch {machines.name} --stop{_where(machines)}"
@@ -84,10 +86,14 @@ def run(
         say(_kept(machines) + (" (--rm was for this command alone)" if delete_after else ""))
         raise
     say(end.reason)
-    if delete_after:
-        delete(machines)
-    else:
+    if not delete_after:
         say(_kept(machines))
+        return end.status
+    try:
+        delete(machines)
+    except LaunchError:
+        _tell_what_is_left(machines)
+        raise
     return end.status
 
 
