@@ -17,15 +17,16 @@
 ``response``        the payload that the harness got, as JSON; of a stream, the assembled message; where it was not
                     JSON, ``response_text`` or ``response_base64``, as the engine sent it
 ``stream``          true where the answer was an event stream
-``events``          the stream's bytes as the engine sent them, what was ``asked`` included: base64 of Zstandard. With
-                    redaction: a list of {event, data} instead
+``events``          the stream's bytes as the engine sent them, what was ``asked`` included: base64 of Zstandard; none
+                    with redaction, and none where they hold a credential
 ``prompt_ids``      token ids of the prompt, as the engine gave them
 ``completions``     [{index, completion_ids, logprobs}]: what was sampled, per choice
 ``engine_info``     SGLang's meta_info per choice, without what is in ``completions``
 ``usage``           token counts, in the names of the API
 ``error``           {kind, message}, and ``malformed_events``, their number
 ``truncated``       {request: bytes, response: bytes}: true sizes of bodies of which only the beginning is here
-``redacted``        paths of redacted fields; ``ids_withheld`` is true where ids and log-probs went with the text
+``redacted``        paths of redacted fields
+``ids_withheld``    true where ids and log-probs went with text that was redacted or holds a credential
 
 Kinds of error: ``upstream_refused``, ``upstream_disconnected`` (no answer), ``upstream_timeout``, ``upstream_cut_off``
 (the answer broke off), ``client_disconnected``, ``shutdown``, ``http_status``, ``reported`` (by the answer or by an
@@ -50,12 +51,20 @@ from mwjax.recorder.content_codings import decoded
 from mwjax.recorder.endpoints import Endpoint, ends_stream, error_in, usage_of
 from mwjax.recorder.json_text import loads
 from mwjax.recorder.redaction import REDACTED, SPELLS_TEXT, Pattern, hides_text, redacted
-from mwjax.recorder.sessions import SHORTEST_SECRET, Session, carried_secrets, carried_secrets_in_text
+from mwjax.recorder.sessions import (
+    HIDDEN_SECRET,
+    SHORTEST_SECRET,
+    Session,
+    carried_secrets,
+    carried_secrets_in_text,
+    without_secrets,
+)
 from mwjax.rollouts import server_events
 from mwjax.rollouts.assembly import assembled
 from mwjax.rollouts.engine_ids import prompt_ids, sampled
 
 FORMAT = "mwjax-call/1"
+HOLDS_IDS = ("events", "prompt_ids", "completions", "engine_info")  # what spells the text: it goes when text goes
 
 
 class Body:
@@ -103,32 +112,31 @@ class Exchange:
     stream: bool = False
     error: tuple[str, str] | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the status is none that comes with an answer."""
+        return self.status is not None and not 200 <= self.status < 300
+
     def fail(self, kind: str, message: str) -> None:
         """Keeps the first thing that went wrong."""
         if self.error is None:
             self.error = (kind, message)
 
 
-def as_object(exchange: Exchange, patterns: Sequence[Pattern] = ()) -> dict[str, Any]:
-    """The call as the JSON object of its line."""
+def as_object(exchange: Exchange, patterns: Sequence[Pattern] = (), *, opaque: bool = False) -> dict[str, Any]:
+    """The call as the JSON object of its line; ``opaque``: without a look into its bodies."""
     hits: set[str] = set()
-    exchange.secrets = [*exchange.secrets, *_carried_secrets(exchange)]
-    request = _payload("request", exchange.request, exchange.request_headers, exchange.secrets, patterns, hits)
-    response, errors = _response(exchange, patterns, hits)
+    secrets = [*exchange.secrets, *_carried_secrets(exchange)]
+    request = _payload("request", exchange.request, exchange.request_headers, secrets, patterns, hits, opaque)
+    response, errors = _response(exchange, secrets, patterns, hits, opaque)
     left_at_the_end = exchange.stream and not errors and not exchange.response.truncated
-    failed = exchange.status is not None and exchange.status >= 400
     left = exchange.error is not None and exchange.error[0] == "client_disconnected"
     # A harness may leave a refusal unread, or a stream once it has seen its end.
-    if exchange.error is not None and not (left and (failed or left_at_the_end)):
+    if exchange.error is not None and not (left and (exchange.failed or left_at_the_end)):
         errors.insert(0, exchange.error)
-    elif failed:
+    elif exchange.failed:
         message = errors[0][1] if errors and errors[0][0] == "reported" else f"status {exchange.status}"
         errors.insert(0, ("http_status", message))
-    withheld = hides_text(hits)
-    if withheld:
-        for derived in ("prompt_ids", "completions", "engine_info"):
-            response.pop(derived, None)
-        response = {key: redacted(value, SPELLS_TEXT)[0] for key, value in response.items()}
     refused = exchange.asked_refused
     value = {
         "format": FORMAT,
@@ -137,76 +145,90 @@ def as_object(exchange: Exchange, patterns: Sequence[Pattern] = ()) -> dict[str,
         "first_byte": None if exchange.first_byte is None else round(exchange.first_byte, 6),
         "finished": None if exchange.finished is None else round(exchange.finished, 6),
         "endpoint": exchange.endpoint,
-        "path": _clean_text(exchange.path, exchange.secrets),
-        "session": _clean_text(exchange.session.name, exchange.secrets),
+        "path": exchange.path,
+        "session": exchange.session.name,
         "session_from": exchange.session.source,
         **request,
-        "request_headers": {k: _clean_text(v, exchange.secrets) for k, v in exchange.request_headers.items()},
+        "request_headers": exchange.request_headers,
         "engine": exchange.engine,
         "asked": None if exchange.asked is None else as_record(exchange.asked),
         "asked_refused": None
         if refused is None
-        else {"status": refused[0], "text": REDACTED if patterns else _text(_clean(refused[1], exchange.secrets))},
+        else {"status": refused[0], "text": REDACTED if patterns else refused[1].decode("utf-8", "replace")},
         "status": exchange.status,
-        "response_headers": {k: _clean_text(v, exchange.secrets) for k, v in exchange.response_headers.items()},
+        "response_headers": exchange.response_headers,
         **response,
         "stream": exchange.stream or None,
-        "error": {"kind": errors[0][0], "message": _clean_text(errors[0][1], exchange.secrets)} if errors else None,
+        "error": {"kind": errors[0][0], "message": errors[0][1]} if errors else None,
         "truncated": {
             name: body.size
             for name, body in (("request", exchange.request), ("response", exchange.response))
             if body.truncated
         },
         "redacted": sorted(hits),
-        "ids_withheld": withheld or None,
     }
+    said = without_secrets({name: part for name, part in value.items() if name not in HOLDS_IDS}, secrets)
+    spelled = any(said.get(name) != value.get(name) for name in ("request", "response"))
+    value.update(said)
+    if hides_text(hits) or spelled:
+        for name in HOLDS_IDS:
+            value.pop(name, None)
+        value = {**value, **redacted({"response": value.get("response")}, SPELLS_TEXT)[0], "ids_withheld": True}
     # A redacted field of the line itself: ids and completions have no other home.
     value.update(redacted({k: value[k] for k in ("prompt_ids", "completions") if value.get(k)}, patterns)[0])
     return {key: entry for key, entry in value.items() if entry is not None and entry != {} and entry != []}
 
 
 def _response(
-    exchange: Exchange, patterns: Sequence[Pattern], hits: set[str]
+    exchange: Exchange, secrets: Sequence[str], patterns: Sequence[Pattern], hits: set[str], opaque: bool
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """The members of the line that come from the answer, and what is wrong with it."""
-    if not exchange.response.size:
+    body, headers = exchange.response, exchange.response_headers
+    if not body.size:
         return {}, []
+    if opaque:
+        return _opaque("response", body.data(), secrets, bool(patterns)), [
+            ("malformed_response", "cannot be described")
+        ]
     if not exchange.stream:
-        value = _payload("response", exchange.response, exchange.response_headers, exchange.secrets, (), hits)
-        whole = value.get("response")
-        if whole is None:
+        value = _payload("response", body, headers, secrets, (), hits)
+        if "response" not in value:
             hidden = dict.fromkeys(value, REDACTED) if patterns else value
-            return hidden, [] if exchange.response.truncated else [("malformed_response", "the body is not JSON")]
+            return hidden, [] if body.truncated else [("malformed_response", "the body is not JSON")]
+        whole = value["response"]
         message = error_in(whole)
-        members = _members(exchange, whole, patterns, hits)
-        return members, [("reported", message)] if message else []
+        if patterns and (message or exchange.failed):  # what an engine says of an error quotes what it was sent
+            return {"response": REDACTED}, [("reported", REDACTED)]
+        return _members(exchange, whole, whole, patterns, hits), [("reported", message)] if message else []
 
-    raw = exchange.response.data()
+    raw = body.data()
     try:
-        raw = _clean(decoded(raw, exchange.response_headers.get("content-encoding", "")), exchange.secrets)
+        raw = decoded(raw, headers.get("content-encoding", ""))
     except ValueError as error:
-        return _opaque("response", raw, bool(patterns)), [("malformed_response", str(error))]
-    payloads, malformed, ended, errors = _read_events(exchange.endpoint, raw, exchange.response.truncated)
-    whole = assembled(exchange.endpoint, [payload for _, _, payload in payloads])
-    members = {} if whole is None else _members(exchange, whole, patterns, hits)
-    members["events"] = base64.b64encode(zstandard.compress(raw)).decode("ascii")
+        return _opaque("response", raw, secrets, bool(patterns)), [("malformed_response", str(error))]
+    payloads, malformed, ended, errors = _read_events(exchange.endpoint, raw, body.truncated)
+    whole = assembled(exchange.endpoint, payloads)
+    shown = whole
     if patterns:
-        members["events"] = []
-        for name, data, payload in payloads:
-            shown, found = redacted(payload, patterns)
+        errors = [(kind, REDACTED) for kind, _ in errors]
+        parts = [redacted(payload, patterns) for payload in payloads]
+        for _, found in parts:
             hits |= found
-            plain = shown if payload is not None else data if data.strip() == "[DONE]" else REDACTED
-            members["events"].append({"event": name, "data": plain} if name else {"data": plain})
+        shown = assembled(exchange.endpoint, [part for part, _ in parts])
+    members = {} if whole is None else _members(exchange, whole, shown, patterns, hits)
+    if not patterns and not any(form in raw for secret in secrets for form in _forms(secret)):
+        members["events"] = base64.b64encode(zstandard.compress(raw)).decode("ascii")
     if malformed:
         members["malformed_events"] = malformed
         errors.append(("malformed_events", f"{malformed} event(s) of the stream are not JSON"))
-    if not ended and not exchange.response.truncated:
+    if not ended and not body.truncated:
         errors.append(("incomplete_stream", "the stream has no event that ends it"))
     return members, errors
 
 
-def _members(exchange: Exchange, whole: Any, patterns: Sequence[Pattern], hits: set[str]) -> dict[str, Any]:
-    seen, found = redacted(stripped_payload(whole, exchange.asked), patterns)
+def _members(exchange: Exchange, whole: Any, shown: Any, patterns: Sequence[Pattern], hits: set[str]) -> dict[str, Any]:
+    """``shown`` is what may be seen of ``whole``; ids are of the whole."""
+    seen, found = redacted(stripped_payload(shown, exchange.asked), patterns)
     hits |= found
     completions = [
         {"index": each.choice, "completion_ids": each.completion_ids, "logprobs": each.logprobs}
@@ -231,34 +253,28 @@ def _engine_info(whole: Any) -> list[Any] | None:
     return kept if any(info is not None for info in kept) else None
 
 
-def _read_events(
-    endpoint: Endpoint, raw: bytes, truncated: bool
-) -> tuple[list[tuple[str, str, Any]], int, bool, list[tuple[str, str]]]:
-    """Name, data and parsed data (None where it is not JSON) of every event; the number that are not JSON; whether one
-    ends the stream; and the errors that events report."""
+def _read_events(endpoint: Endpoint, raw: bytes, truncated: bool) -> tuple[list[Any], int, bool, list[tuple[str, str]]]:
+    """The parsed data of every event that is JSON; the number that are not; whether one ends the stream; and the errors
+    that events report."""
     splitter = server_events.Splitter()
     pieces = splitter.feed(raw)
     if (rest := splitter.rest().strip()) and not truncated:
         pieces.append(rest)
-    payloads: list[tuple[str, str, Any]] = []
+    payloads: list[Any] = []
     malformed, ended = 0, False
     errors: list[tuple[str, str]] = []
     for piece in pieces:
+        payload = None
         try:
             event = server_events.read(piece)
+            if event is None:
+                continue
+            if event.data.strip() != "[DONE]":
+                payload = loads(event.data)
+                payloads.append(payload)
         except ValueError:
-            payloads.append(("", piece.decode("utf-8", "replace"), None))
             malformed += 1
             continue
-        if event is None:
-            continue
-        payload = None
-        if event.data.strip() != "[DONE]":
-            try:
-                payload = loads(event.data)
-            except ValueError:
-                malformed += 1
-        payloads.append((event.name, event.data, payload))
         ended = ended or ends_stream(endpoint, event.data, payload)
         if message := error_in(payload):
             errors.append(("reported", message))
@@ -273,25 +289,28 @@ def _payload(
     secrets: Sequence[str],
     patterns: Sequence[Pattern],
     hits: set[str],
+    opaque: bool = False,
 ) -> dict[str, Any]:
     raw = body.data()
     if not raw:
         return {}
     try:
-        raw = _clean(decoded(raw, headers.get("content-encoding", "")), secrets)
-        if body.truncated:
-            raise ValueError("truncated")
+        raw = decoded(raw, headers.get("content-encoding", ""))
+        if body.truncated or opaque:
+            raise ValueError("not to be read")
         value, found = redacted(loads(raw), patterns)
     except ValueError:
-        return _opaque(name, _clean(raw, secrets), bool(patterns))
+        return _opaque(name, raw, secrets, bool(patterns))
     hits |= found
     return {name: value}
 
 
-def _opaque(name: str, raw: bytes, hidden: bool) -> dict[str, Any]:
+def _opaque(name: str, raw: bytes, secrets: Sequence[str], hidden: bool) -> dict[str, Any]:
     """Bytes that are not JSON; with redaction they could hold what must not be written."""
     if hidden:
         return {f"{name}_text": REDACTED}
+    for form in (form for secret in secrets for form in _forms(secret)):
+        raw = raw.replace(form, HIDDEN_SECRET.encode())
     try:
         # A character that the size limit cuts in two is left out.
         return {f"{name}_text": codecs.getincrementaldecoder("utf-8")().decode(raw)}
@@ -310,21 +329,10 @@ def _carried_secrets(exchange: Exchange) -> list[str]:
         found = carried_secrets(loads(raw))
     except ValueError:  # cut off by the size limit, for instance
         found = carried_secrets_in_text(raw.decode("utf-8", "replace"))
-    return [form for secret in found if len(secret) >= SHORTEST_SECRET for form in (secret, json.dumps(secret)[1:-1])]
+    return [secret for secret in found if len(secret) >= SHORTEST_SECRET]
 
 
-def _clean(raw: bytes, secrets: Sequence[str]) -> bytes:
-    for secret in secrets:
-        raw = raw.replace(secret.encode("utf-8", "surrogateescape"), b"[credential]")
-    return raw
-
-
-def _clean_text(text: Any, secrets: Sequence[str]) -> Any:
-    if isinstance(text, str):
-        for secret in secrets:
-            text = text.replace(secret, "[credential]")
-    return text
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+def _forms(secret: str) -> set[bytes]:
+    """A secret as it may stand in a text, or escaped in a JSON string."""
+    spelled = {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
+    return {each.encode("utf-8", "surrogateescape") for each in spelled}

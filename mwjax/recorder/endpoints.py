@@ -25,7 +25,8 @@ def ends_stream(endpoint: Endpoint, data: str, payload: Any) -> bool:
     """Whether this event is the last one that says something: a stream without it was cut off."""
     if endpoint == "chat.completions":
         choices = payload.get("choices") if isinstance(payload, dict) else None
-        finished = any(isinstance(each, dict) and each.get("finish_reason") for each in choices or ())
+        listed = choices if isinstance(choices, list) else ()
+        finished = any(isinstance(each, dict) and each.get("finish_reason") for each in listed)
         return data.strip() == "[DONE]" or finished
     kind = payload.get("type") if isinstance(payload, dict) else None
     if endpoint == "messages":

@@ -96,16 +96,10 @@ class CallLog:
             self._ended.wait(SYNC_SECONDS)
 
     def _append(self, items: list[_Item]) -> None:
-        lines = []
-        failed = 0
-        for item in items:
-            try:
-                value = as_object(item.exchange, self._patterns)
-                lines.append(as_line(value))
-                failed += "error" in value
-            except Exception as error:  # one call that cannot be described must not end the recording of the others
-                self.lost += 1
-                print(f"mwjax: a call is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+        described = [self._described(item.exchange) for item in items]
+        lines = [line for line, _ in described if line]
+        failed = sum(failed for _, failed in described)
+        self.lost += len(described) - len(lines)
         if lines:
             try:
                 self._journal.append_soon(b"".join(lines))
@@ -120,6 +114,18 @@ class CallLog:
                 loop.call_soon_threadsafe(_resolve, done)
             except RuntimeError:  # the loop is closed: nobody waits
                 continue
+
+    def _described(self, exchange: Exchange) -> tuple[bytes, bool]:
+        """The line of a call and whether it has an error. Whatever an engine sends must not end the recording: what has
+        no place in JSON, such as an infinite number, is kept as text."""
+        for opaque in (False, True):
+            try:
+                value = as_object(exchange, self._patterns, opaque=opaque)
+                return as_line(value), "error" in value
+            except Exception as error:
+                done = "not recorded" if opaque else "recorded as text only"
+                print(f"mwjax: a call is {done}: {type(error).__name__}", file=sys.stderr)
+        return b"", False
 
 
 def _resolve(futures: list[asyncio.Future[None]]) -> None:

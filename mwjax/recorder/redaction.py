@@ -26,10 +26,14 @@ SPELLS_TEXT = tuple(
 TEXT_FIELDS = frozenset(
     (
         "arguments",
+        "chat_template",
+        "chat_template_kwargs",
         "choices",
         "content",
         "content_block",
         "delta",
+        "documents",
+        "functions",
         "input",
         "instructions",
         "item",
@@ -37,10 +41,14 @@ TEXT_FIELDS = frozenset(
         "messages",
         "output",
         "part",
+        "prediction",
         "prompt",
+        "reasoning",
         "response",
+        "response_format",
         "system",
         "text",
+        "tool_choice",
         "tools",
     )
 )
@@ -65,11 +73,9 @@ def redacted(value: Any, patterns: Sequence[Pattern]) -> tuple[Any, set[str]]:
 
 def hides_text(hits: set[str]) -> bool:
     """Whether one of these paths holds text of the prompt or the completion."""
-    return any(path.split(".", 1)[0] in TEXT_FIELDS and not _usage(path) for path in hits)
-
-
-def _usage(path: str) -> bool:
-    return path.split(".")[1:2] in (["usage"], ["metadata"])
+    # An event of a stream may hold the whole response or message as a member.
+    inner = [path.removeprefix("response.").removeprefix("message.") for path in hits]
+    return any(path.split(".", 1)[0] in TEXT_FIELDS for path in inner)
 
 
 def _walk(value: Any, patterns: tuple[Pattern, ...], path: tuple[str, ...], hits: set[str]) -> Any:

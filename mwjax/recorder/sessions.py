@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_plus
 
 # In this order: the general names, then those of Codex, Claude Code, LiteLLM and Helicone.
 SESSION_HEADERS = (
@@ -43,6 +43,7 @@ KEPT_RESPONSE_HEADERS = (
     "x-request-id",
 )
 KEPT_QUERY = ("api-version", "beta")
+HIDDEN_SECRET = "[credential]"
 SHORTEST_SECRET = 12  # shorter ones are placeholders such as EMPTY, which occur in texts
 
 _CREDENTIAL = re.compile(r"(?i)authorization|api.?key|token|secret|cookie|password")
@@ -75,15 +76,30 @@ def session(headers: Mapping[str, str], path_name: str | None, extra: Sequence[s
         return Session(path_name, "path")
     for name, value in found.items():
         return Session(value, f"header {name}")
-    for key in secrets(headers):
+    for key in _named(headers, KEY_HEADERS):
         return Session("key-" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:12], "key")
     return Session(None, "none")
 
 
 def secrets(headers: Mapping[str, str]) -> list[str]:
     """The credentials in these headers, without the name of their scheme."""
-    found = [headers[name].strip() for name in KEY_HEADERS if name in headers]
+    return _named(headers, [*KEY_HEADERS, *(name for name in headers if _CREDENTIAL.search(name))])
+
+
+def _named(headers: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    found = [headers[name].strip() for name in dict.fromkeys(names) if name in headers]
     return [value.split(None, 1)[-1] for value in found if value]
+
+
+def without_secrets(value: Any, hidden: Sequence[str]) -> Any:
+    """A copy of plain JSON values with HIDDEN_SECRET wherever a string or name holds one of ``hidden``."""
+    if isinstance(value, str):
+        for secret in hidden:
+            value = value.replace(secret, HIDDEN_SECRET)
+        return value
+    if isinstance(value, dict):
+        return {without_secrets(key, hidden): without_secrets(item, hidden) for key, item in value.items()}
+    return [without_secrets(item, hidden) for item in value] if isinstance(value, list) else value
 
 
 def carried_secrets(payload: Any) -> list[str]:
@@ -122,9 +138,7 @@ def kept_target(target: str) -> str:
 
 
 def query_secrets(target: str) -> list[str]:
-    return [
-        unquote(value)
-        for pair in target.partition("?")[2].split("&")
-        for name, _, value in [pair.partition("=")]
-        if value and name not in KEPT_QUERY
-    ]
+    """The values of a query that may be credentials, as they are and as they were sent."""
+    pairs = [pair.partition("=") for pair in target.partition("?")[2].split("&")]
+    values = [value for name, _, value in pairs if value and name not in KEPT_QUERY]
+    return [form for value in values for form in dict.fromkeys((value, unquote(value), unquote_plus(value)))]
