@@ -60,7 +60,7 @@ SHAPES = st.recursive(
 
 @settings(max_examples=400)
 @given(
-    st.lists(SHAPES, max_size=4),
+    st.lists(st.dictionaries(NAMES, SHAPES, min_size=1, max_size=6) | SHAPES, max_size=4),
     st.sampled_from(["chat.completions", "responses", "messages"]),
     st.sampled_from(["vllm", "sglang", "none"]),
     st.sampled_from([(), ("content",), ("choices.*.delta", "user")]),

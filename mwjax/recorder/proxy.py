@@ -63,6 +63,8 @@ class Proxy:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         target, name = sessions.without_prefix(_target(request))
+        if not target.startswith("/") or request.method == "CONNECT":
+            return _answer(None, 400, "mwjax record stands before one engine, it is no proxy for other hosts")
         endpoint = endpoint_of(request.method, target)
         if self.stopping:
             return _answer(endpoint, 503, "mwjax record is stopping")
@@ -79,6 +81,14 @@ class Proxy:
         finally:
             self.open -= 1
 
+    def _begun(self, request: web.BaseRequest, target: str, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+        """The answer to the harness, its head as the engine's."""
+        headers = passed(upstream.headers)
+        if "Location" in headers:
+            own = f"http://{request.host}{_target(request).removesuffix(target)}"
+            headers["Location"] = self._upstream.own_location(headers["Location"], target, own)
+        return web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
+
     # ---- what is not recorded
 
     async def _pass_on(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
@@ -89,9 +99,7 @@ class Proxy:
             status, _, message = no_answer(error)
             return _answer(None, status, message)
         async with closing(upstream):
-            response = web.StreamResponse(
-                status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers)
-            )
+            response = self._begun(request, target, upstream)
             await _write_head(request, response)
             try:
                 async for chunk in upstream.content.iter_any():
@@ -157,9 +165,7 @@ class Proxy:
             given = {key.lower(): value for key, value in upstream.headers.items()}
             exchange.response_headers = sessions.kept(given, sessions.KEPT_RESPONSE_HEADERS)
             exchange.stream = given.get("content-type", "").lower().startswith("text/event-stream")
-            response = web.StreamResponse(
-                status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers)
-            )
+            response = self._begun(request, target, upstream)
             strips = exchange.asked is not None and upstream.status < 400
             coding = given.get("content-encoding", "")
             try:

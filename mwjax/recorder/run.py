@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -86,10 +88,13 @@ async def listening(proxy: Proxy, host: str, port: int) -> AsyncIterator[tuple[i
 
     from mwjax.recorder.upstream import HEADER_BYTES
 
+    logger = logging.getLogger(__name__)
+    logger.addFilter(_name_only)
     server = web.Server(
         proxy.handle,
         handler_cancellation=True,
         access_log=None,
+        logger=logger,
         auto_decompress=False,
         max_line_size=HEADER_BYTES,
         max_field_size=HEADER_BYTES,
@@ -112,6 +117,9 @@ async def listening(proxy: Proxy, host: str, port: int) -> AsyncIterator[tuple[i
 async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable[[str], None]) -> None:
     stop, now = asyncio.Event(), asyncio.Event()
     async with listening(proxy, host, port) as (bound, site):
+        engine = urlsplit(proxy.settings.upstream)
+        if engine.port == bound and _is_loopback(engine.hostname or ""):
+            raise ValueError(f"{proxy.settings.upstream} is where this recorder listens; give the engine's own address")
         with _signals(lambda: (now if stop.is_set() else stop).set()):
             for text in _greeting(proxy, host, bound):
                 say(text)
@@ -169,6 +177,14 @@ def _signals(stop: Callable[[], object]) -> Iterator[None]:
     finally:
         for number in caught:
             loop.remove_signal_handler(number)
+
+
+def _name_only(record: logging.LogRecord) -> bool:
+    """What the HTTP server says of a request that it cannot read quotes the request, which may hold a key."""
+    if record.exc_info and record.exc_info[0] is not None:
+        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[0].__name__}", None
+        record.exc_info = None
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urljoin
 
 import aiohttp
 from multidict import CIMultiDict
@@ -16,6 +18,7 @@ from yarl import URL
 
 from mwjax.recorder.additions import Engine
 from mwjax.recorder.content_codings import decoded
+from mwjax.recorder.endpoints import endpoint_of
 from mwjax.recorder.json_text import loads
 from mwjax.recorder.sessions import KEY_HEADERS
 
@@ -40,6 +43,7 @@ IDLE_CONNECTION_SECONDS = 3.0
 PROBE_SECONDS = 5.0
 # What a request can meet instead of an answer.
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+_QUOTED = re.compile(r"""\n|\\n|\bb\\?['"]|https?://""")
 
 
 @dataclass(frozen=True)
@@ -90,18 +94,26 @@ class Upstream:
         url = URL(self._base + target, encoded=True)
         return await self._client.request(method, url, headers=headers, data=body, allow_redirects=False)
 
+    def own_location(self, location: str, target: str, own: str) -> str:
+        """Where a redirection of ``target`` leads, with ``own`` in place of the engine's address, so that a harness
+        that follows it does not get past the recorder."""
+        base = self._base + "/"
+        whole = urljoin(self._base + target, location)
+        return f"{own}/{whole.removeprefix(base)}" if whole.startswith(base) else location
+
     async def engine(self, headers: Mapping[str, str]) -> Engine:
         """What the upstream is, found once; "none" for this call where it cannot be found out."""
         async with self._probing:
             if self._engine is None and time.monotonic() - self._probed > PROBE_SECONDS:
-                self._probed = time.monotonic()
                 self._engine = await self._probe({k: v for k, v in headers.items() if k in KEY_HEADERS})
+                self._probed = time.monotonic()  # whoever waited for this answer does not ask again
                 if self._engine is not None:
                     print(f"mwjax: the engine is {_described(self._engine)}", file=sys.stderr)
             return self._engine or "none"
 
     async def _probe(self, headers: Mapping[str, str]) -> Engine | None:
-        """By the owner that the engines give their models in ``/v1/models``; None if nobody answers."""
+        """By the owner that the engines give their models in ``/v1/models``; None if nobody says: no answer in time, a
+        wrong key, too many calls."""
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 upstream = await self.send("GET", "/v1/models", CIMultiDict(headers), None)
@@ -109,8 +121,8 @@ class Upstream:
                     body = decoded(await upstream.read(), upstream.headers.get("Content-Encoding", ""))
         except (*FAILURES, ValueError):
             return None
-        if upstream.status >= 500:
-            return None
+        if upstream.status != 200:
+            return "none" if upstream.status in (404, 405) else None
         try:
             owners = {model["owned_by"] for model in loads(body)["data"]}
         except (ValueError, TypeError, KeyError):
@@ -147,7 +159,9 @@ def no_answer(error: BaseException) -> tuple[int, str, str]:
 
 
 def words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    """What the error says, without what it quotes: the answer's bytes and the URL may hold what is never written."""
+    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return _QUOTED.split(text.strip())[0].rstrip(" :") or type(error).__name__
 
 
 def _described(engine: Engine) -> str:
@@ -157,7 +171,17 @@ def _described(engine: Engine) -> str:
 
 
 def _base(upstream: str) -> str:
-    url = URL(upstream)
+    try:
+        url = URL(upstream)
+    except ValueError as error:
+        raise ValueError(f"{upstream}: {error}") from None
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"{upstream}: give the engine's address as http://HOST:PORT or https://HOST/PATH")
-    return str(url.with_query(None).with_fragment(None)).rstrip("/").removesuffix("/v1")
+    if url.user is not None or url.query_string or url.fragment:
+        raise ValueError(
+            f"{url.origin()}: give the engine's address without user, password, query and fragment; the recorder "
+            "passes on the keys that the harness sends"
+        )
+    if endpoint := endpoint_of("POST", url.path):
+        raise ValueError(f"{upstream}: give the engine's base URL, not that of its {endpoint}")
+    return str(url).rstrip("/").removesuffix("/v1")
