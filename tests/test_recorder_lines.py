@@ -58,7 +58,7 @@ SHAPES = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     st.lists(st.dictionaries(NAMES, SHAPES, min_size=1, max_size=6) | SHAPES, max_size=4),
     st.sampled_from(["chat.completions", "responses", "messages"]),

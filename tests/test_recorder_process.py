@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -30,11 +31,15 @@ def engine():
 
 
 @contextmanager
-def program(upstream, folder, *options, **environment):
-    """The program's base URL and its process, killed at the end if it still runs."""
+def program(upstream, folder, *options, before=(), **environment):
+    """The program's base URL and its process, killed at the end if it still runs. ``before``: what to run it by."""
     command = [sys.executable, "-m", "mwjax", "record", upstream, "--port", "0", "--run-dir", str(folder), *options]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        [*before, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
     )
     try:
         lines = [process.stdout.readline() for _ in range(3)]
@@ -120,6 +125,16 @@ def test_an_open_call_that_outlasts_the_grace_is_recorded_as_cut_short(engine, t
     assert recorded["error"]["kind"] == "shutdown" and recorded["prompt_ids"] == prompt_token_ids(CHAT)
 
 
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="lowers the limit with prlimit")
+def test_more_calls_can_be_open_than_a_system_allows_files_at_first(engine, tmp_path):
+    with program(engine.url, tmp_path, before=("prlimit", "--nofile=64:4096")) as (base, _):
+        streams = [slow_stream(base) for _ in range(40)]
+        assert all(b"[DONE]" in response.read() for _, response in streams)
+        for connection, _ in streams:
+            connection.close()
+    assert len(calls_in(tmp_path)) == 40 and not any("error" in each for each in calls_in(tmp_path))
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_an_engine_behind_tls_must_be_one_that_is_trusted(tmp_path):
     certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
@@ -151,6 +166,11 @@ def test_mistakes_are_told_in_words(engine, tmp_path, capfd):
         port = recorder.url.rsplit(":", 1)[1]
         status, said = run(engine.url, "--run-dir", str(tmp_path / "b"), "--port", port)
         assert status == 2 and "--port 0" in said and "Traceback" not in said
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        own = str(taken.getsockname()[1])
+    status, said = run(f"http://localhost:{own}/v1", *folder, "--port", own)
+    assert status == 2 and "is where this recorder listens" in said
     status, said = run("ftp://x", *folder)
     assert status == 2 and "http://HOST:PORT" in said
     status, said = run(engine.url, *folder, "--redact", "a..b")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mwjax.recorder.upstream import Settings
 
 REFRESH_SECONDS = 0.5
+OPEN_FILES = 1 << 16  # two for every open call
 
 
 class Recorded(NamedTuple):
@@ -70,6 +71,7 @@ def run(
         proxy = Proxy(settings, log)
         if log.torn:
             print(f"mwjax: {log.torn}", file=sys.stderr)
+        _allow_many_files()
         switch = sys.getswitchinterval()
         sys.setswitchinterval(0.0005)  # the thread that writes calls down must not hold up the streams
         try:
@@ -177,6 +179,19 @@ def _signals(stop: Callable[[], object]) -> Iterator[None]:
     finally:
         for number in caught:
             loop.remove_signal_handler(number)
+
+
+def _allow_many_files() -> None:
+    """As many as the system lets this process have without asking: its usual 1,024 end at 500 open calls."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system: there is no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _name_only(record: logging.LogRecord) -> bool:
