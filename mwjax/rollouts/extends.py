@@ -52,14 +52,15 @@ class Shortener:
     """Turns full prompts into pieces, turn by turn: each extends the earlier turn whose prompt + completion is its
     longest exact prefix (the latest of equals).
 
-    Candidates come from 64-bit prefix hashes in O(prompt length), then one is compared id by id against the stored
-    pieces, so the whole is linear in the ids handed in and keeps only the pieces.
+    Candidates come from 64-bit prefix hashes in O(prompt length + distinct lengths so far), then one is compared id by
+    id against the stored pieces, so the whole is linear in the ids handed in and keeps only the pieces.
     """
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self._lengths: list[int] = []
-        self._hashes: list[int] = []
+        self._ends = np.zeros(0, np.int64)  # the distinct lengths, less one
+        self._turns: dict[int, list[int]] = {}  # by hash
 
     def add(self, prompt: np.ndarray, completion: np.ndarray) -> Piece:
         """The piece of the next turn; prompt and completion are int32 and must not change afterwards."""
@@ -72,16 +73,21 @@ class Shortener:
                 piece = Piece(turn, prompt[self._lengths[turn] :].copy(), completion)
                 break
         tail = np.sum((completion.astype(np.uint64) + np.uint64(1)) * powers[len(prompt) :])
+        length = len(prompt) + len(completion)
+        if length and not np.any(self._ends == length - 1):
+            self._ends = np.append(self._ends, length - 1)
+        whole = (int(tail) + (int(prefix[-1]) if len(prefix) else 0)) % 2**64
+        self._turns.setdefault(whole, []).append(len(self.pieces))
         self.pieces.append(piece)
-        self._lengths.append(len(prompt) + len(completion))
-        self._hashes.append((int(tail) + (int(prefix[-1]) if len(prefix) else 0)) % 2**64)
+        self._lengths.append(length)
         return piece
 
     def _candidates(self, prefix: np.ndarray) -> list[int]:
-        lengths = np.array(self._lengths, dtype=np.int64)
-        turns = np.flatnonzero((lengths <= len(prefix)) & (lengths > 0))
-        turns = turns[prefix[lengths[turns] - 1] == np.array(self._hashes, dtype=np.uint64)[turns]]
-        return sorted(turns.tolist(), key=lambda turn: (self._lengths[turn], turn), reverse=True)
+        """Turns whose ids may be a prefix, the longest first, the latest of equals first."""
+        ends = self._ends[self._ends < len(prefix)]
+        found = self._turns.keys() & prefix[ends].tolist()
+        turns = [turn for each in found for turn in self._turns[each] if 0 < self._lengths[turn] <= len(prefix)]
+        return sorted(turns, key=lambda turn: (self._lengths[turn], turn), reverse=True)
 
     def _is_prefix(self, turn: int | None, prompt: np.ndarray) -> bool:
         end = self._lengths[turn] if turn is not None else 0

@@ -11,22 +11,27 @@ it in ``cause_turn``.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from mwjax.rollouts.extends import Shortener
+from mwjax.rollouts.readers.contained import Contained
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.junctions import junction_detail
-from mwjax.rollouts.readers.said import Asked, Said
+from mwjax.rollouts.readers.said import Said
 from mwjax.rollouts.record import MAIN_CHAIN, Turn
 
 ROOT_IDS = 16
 SHORTEST_CARRIED = 16  # characters; shorter texts occur by chance
 TASK_WORDS = 4
+SHORTEST_TASK = 2 * TASK_WORDS - 1  # characters of as many words
 
 
 class Conversation(NamedTuple):
@@ -50,13 +55,68 @@ class _Chain:
     causes: dict[int, int] = field(default_factory=dict)
 
 
+class _Texts:
+    """Who said what in a session: for each text, the calls that answered it, or whose tool calls hand it over."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+        self.answered: dict[str, list[int]] = {}
+        for index in range(len(calls)):
+            if len(text := self.answer(index)) >= SHORTEST_CARRIED:
+                self.answered.setdefault(text, []).append(index)
+        self._answers = Contained(self.answered)
+        tasks = (call.asked.first_user.strip() for call in calls if call.asked is not None)
+        self._tasks = Contained(task for task in tasks if len(task) >= SHORTEST_CARRIED)
+        self._handed_over: dict[str, list[int]] = {}
+        self._endings: dict[str, list[tuple[str, int]]] = {}
+        for index, call in enumerate(calls):
+            for _, arguments in call.answer.calls if call.answer is not None else ():
+                for task in self._tasks.inside(_unescaped(arguments)):
+                    self._handed_over.setdefault(task, []).append(index)
+                for value in _values(arguments):
+                    self._endings.setdefault(value[-SHORTEST_TASK:], []).append((value, index))
+
+    def answer(self, index: int) -> str:
+        answer = self.calls[index].answer
+        return "" if answer is None else answer.text.strip()
+
+    def carried(self, messages: Iterable[Said]) -> set[str]:
+        """The answers, of any call, that these messages hold."""
+        return {answer for each in messages for answer in self._answers.inside(each.text)}
+
+    def said(self, index: int) -> list[tuple[str, str]]:
+        """By what a later call of the conversation can be known: this call's answer, and its first user message."""
+        asked = self.calls[index].asked
+        return [("answer", self.answer(index)), *([] if asked is None else [("user", asked.first_user)])]
+
+    def hints(self, index: int) -> list[tuple[str, str]]:
+        """What this call's messages hold of other calls: ``said``, where it is no opening, which episodes may share."""
+        asked = self.calls[index].asked
+        if asked is None:
+            return []
+        opening = not any(each.role in ("assistant", "tool") for each in asked.messages)
+        carried = [("answer", answer) for answer in self.carried(asked.messages)]
+        return carried if opening else [*carried, ("user", asked.first_user)]
+
+    def handed_over_by(self, index: int) -> int | None:
+        """The latest earlier call whose tool call holds the first user message of this one, before which a harness may
+        have put words of its own: a sub-agent's task."""
+        asked = self.calls[index].asked
+        task = "" if asked is None else asked.first_user.strip()
+        if len(task) < SHORTEST_CARRIED:
+            return None
+        whole = self._handed_over.get(task, [])
+        ends = [k for value, k in self._endings.get(task[-SHORTEST_TASK:], ()) if task.endswith(value)]
+        return max((k for k in (*whole, *ends) if k < index), default=None)
+
+
 def without_copies(calls: Iterable[Call]) -> tuple[list[Call], list[Call]]:
     """The calls in their order, and those that are a second record of a response that is there already."""
     kept: list[Call] = []
     copies: list[Call] = []
-    seen: set[tuple[object, bytes, bytes]] = set()
+    seen: set[tuple[Hashable, bytes, bytes]] = set()
     for call in sorted(calls, key=lambda call: (call.time, call.record)):
-        key = (call.identity, call.prompt_ids.tobytes(), call.completion_ids.tobytes())
+        key = (call.identity, _digest(call.prompt_ids), _digest(call.completion_ids))
         if call.identity is not None and key in seen:
             copies.append(call)
         else:
@@ -74,9 +134,11 @@ def conversations(
     are told apart by what they share: ids, the first user message, or text that one hands to another. decode: ids as
     text, for telling re-tokenised text.
     """
-    chains = _chains(calls, one)
+    texts = _Texts(calls)
+    chains = _chains(texts, one)
+    home = {index: chain for chain in chains for index in chain.calls}
     for chain in chains:
-        chain.causes = _causes(chain, chains, calls)
+        chain.causes = _causes(chain, home, texts)
     groups = [list(range(len(chains)))] if one else _connected(chains, calls)
     result = []
     for group in groups:
@@ -104,30 +166,51 @@ def _segments(calls: Sequence[Call]) -> tuple[list[list[int]], list[int | None]]
     return segments, parents
 
 
-def _chains(calls: Sequence[Call], one: bool) -> list[_Chain]:
+def _chains(texts: _Texts, one: bool) -> list[_Chain]:
+    calls = texts.calls
     chains: list[_Chain] = []
-    segments, parents = _segments(calls)
-    for segment, parent in zip(segments, parents):
-        first = calls[segment[0]]
-        handed_over = _handed_over_by(calls, segment[0])
-        free: list[_Chain] = []
-        repeats = False
-        for chain in chains:
+    home: dict[int, int] = {}
+    prompted: dict[bytes, set[int]] = {}  # chains by the prompts of their calls
+    latest: dict[tuple[str, str], set[int]] = {}  # and by what was said at their latest call
+    for segment, parent in zip(*_segments(calls)):
+        start, first = segment[0], calls[segment[0]]
+        handed_over = texts.handed_over_by(start)
+        related = set(() if parent is None else (home[parent],))
+        for number in prompted.get(_digest(first.prompt_ids), ()):
             # Without a session's name, a prompt that is there again later opens another episode of the same task.
-            latest = chain.calls if one else [k for k in chain.calls if k < segment[0]][-1:]
-            repeated = any(np.array_equal(calls[k].prompt_ids, first.prompt_ids) for k in latest)
-            related = (parent is not None and parent in chain.calls) or repeated
-            if chain.calls[-1] > segment[0]:
-                repeats = repeats or related
-            elif related or (handed_over is None and _same_root(calls[chain.calls[-1]], first, one)):
-                free.append(chain)
+            before = chains[number].calls
+            if one or np.array_equal(calls[before[bisect_left(before, start) - 1]].prompt_ids, first.prompt_ids):
+                related.add(number)
+        alike = () if one else (number for said in texts.hints(start) for number in latest.get(said, ()))
+        free: list[int] = []
+        for number in range(len(chains)) if one else related.union(alike):
+            last = chains[number].calls[-1]
+            same_root = handed_over is None and last < start and _same_root(texts, last, start, one)
+            if last < start and (number in related or same_root):
+                free.append(number)
         if free:
-            chain = max(free, key=lambda chain: (_shared(calls[chain.calls[-1]], first), chain.calls[-1]))
-            chain.segment_starts.append(segment[0])
+            lasts = {chains[number].calls[-1]: number for number in free}
+            home_number = lasts[max(lasts, key=lambda last: (_shared(calls[last], first), last))]
+            chain = chains[home_number]
+            for said in texts.said(chain.calls[-1]):
+                latest[said].discard(home_number)
+            chain.segment_starts.append(start)
             chain.calls += segment
         else:
-            chains.append(_Chain(list(segment), [segment[0]], repeats=repeats, handed_over=handed_over))
+            home_number = len(chains)
+            repeats = any(chains[number].calls[-1] > start for number in related)
+            chain = _Chain(list(segment), [start], repeats=repeats, handed_over=handed_over)
+            chains.append(chain)
+        home.update(dict.fromkeys(segment, home_number))
+        for index in segment:
+            prompted.setdefault(_digest(calls[index].prompt_ids), set()).add(home_number)
+        for said in texts.said(chain.calls[-1]):
+            latest.setdefault(said, set()).add(home_number)
     return chains
+
+
+def _digest(ids: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(ids), digest_size=16).digest()
 
 
 def _shared(before: Call, call: Call) -> int:
@@ -137,17 +220,15 @@ def _shared(before: Call, call: Call) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def _same_root(before: Call, call: Call, one: bool) -> bool:
-    if before.asked is None or call.asked is None:
+def _same_root(texts: _Texts, before: int, index: int, one: bool) -> bool:
+    old, new = texts.calls[before], texts.calls[index]
+    if old.asked is None or new.asked is None:
         # The ids of a system prompt are those of all episodes of a harness.
-        return one and _shared(before, call) >= min(ROOT_IDS, len(before.prompt_ids), len(call.prompt_ids))
-    if before.asked.tools != call.asked.tools or not _mostly_equal(before.asked.system, call.asked.system):
+        return one and _shared(old, new) >= min(ROOT_IDS, len(old.prompt_ids), len(new.prompt_ids))
+    if old.asked.tools != new.asked.tools or not _mostly_equal(old.asked.system, new.asked.system):
         return False
-    if one or _carries(call.asked, before):
-        return True
-    # In a log of many episodes, those of one harness all have its root, and those of one task its opening.
-    opening = not any(each.role in ("assistant", "tool") for each in call.asked.messages)
-    return not opening and before.asked.first_user == call.asked.first_user
+    # In a log of many episodes, those of one harness all have its root.
+    return one or any(hint in texts.said(before) for hint in texts.hints(index))
 
 
 def _mostly_equal(left: str, right: str) -> bool:
@@ -158,84 +239,74 @@ def _mostly_equal(left: str, right: str) -> bool:
     return 2 * len(lines & others) >= max(len(lines), len(others))
 
 
-def _carries(asked: Asked, source: Call) -> bool:
-    text = "" if source.answer is None else source.answer.text.strip()
-    return len(text) >= SHORTEST_CARRIED and any(text in each.text for each in asked.messages)
-
-
-def _handed_over_by(calls: Sequence[Call], index: int) -> int | None:
-    """The earlier call whose tool call holds the first user message of this one: a sub-agent's task."""
-    asked = calls[index].asked
-    task = "" if asked is None else asked.first_user.strip()
-    if len(task) < SHORTEST_CARRIED:
-        return None
-    for k in range(index - 1, -1, -1):
-        answer = calls[k].answer
-        if answer is not None and any(_hands_over(arguments, task) for _, arguments in answer.calls):
-            return k
-    return None
-
-
-def _hands_over(arguments: str, task: str) -> bool:
-    """Whether a tool call holds the task, before which a harness may have put words of its own."""
-    if task in _unescaped(arguments):
-        return True
+def _values(arguments: str) -> Iterator[str]:
+    """The texts among a tool call's arguments that could be a task: fewer words could be a path or a command that a
+    prompt happens to end with."""
     try:
         values = json.loads(arguments)
     except ValueError:
-        return False
-    words = values.values() if isinstance(values, dict) else ()
-    # Fewer words could be a path or a command that a prompt happens to end with.
-    return any(isinstance(each, str) and len(each.split()) >= TASK_WORDS and task.endswith(each) for each in words)
+        return
+    for each in values.values() if isinstance(values, dict) else ():
+        if isinstance(each, str) and len(each.split()) >= TASK_WORDS:
+            yield each
 
 
 def _unescaped(arguments: str) -> str:
     return arguments.replace("\\n", "\n").replace('\\"', '"').replace("\\\\", "\\")
 
 
-def _causes(chain: _Chain, chains: Sequence[_Chain], calls: Sequence[Call]) -> dict[int, int]:
+def _causes(chain: _Chain, home: Mapping[int, _Chain], texts: _Texts) -> dict[int, int]:
     """For calls of a chain: the latest other call whose text first appears in their prompt. Within the chain itself
     only at a junction: there the text has come back as a summary."""
     found: dict[int, int] = {}
-    side = [k for other in chains if other is not chain for k in other.calls]
     known: set[tuple[str, str]] = set()
+    junctions = set(chain.segment_starts[1:])
     for place, index in enumerate(chain.calls):
-        asked = calls[index].asked
+        asked = texts.calls[index].asked
         if asked is None:
             continue
         fresh = [each for each in asked.messages if (each.role, each.text) not in known]
         known = {(each.role, each.text) for each in asked.messages}
-        sources = [k for k in side if k < index]
-        junction = place > 0 and index in chain.segment_starts
-        if junction:
-            sources.append(chain.calls[place - 1])
         if place == 0 and chain.handed_over is None:
             continue
-        for k in sorted(sources, reverse=True):
-            own = k in chain.calls
-            text = [each for each in fresh if not (own and each.role == "assistant")]
-            if _carries(asked._replace(messages=tuple(text)), calls[k]):
-                found[index] = k
-                break
+        own = chain.calls[place - 1] if index in junctions else None
+        cause = -1
+        for each in fresh:
+            back = own if each.role != "assistant" else None
+            for answer in texts.carried([each]):
+                given = texts.answered[answer]
+                before = (given[k] for k in range(bisect_left(given, index) - 1, -1, -1))
+                other = next((k for k in before if home[k] is not chain or k == back), -1)
+                cause = max(cause, other)
+        if cause >= 0:
+            found[index] = cause
     if chain.handed_over is not None:
         found.setdefault(chain.calls[0], chain.handed_over)
     return found
 
 
-def _about(chain: _Chain, chains: Sequence[_Chain], calls: Sequence[Call]) -> int | None:
-    """The conversation that a single call without tools is about, such as one for its title: the nearest in the log
-    that has tools and whose first message it holds."""
-    asked = calls[chain.calls[0]].asked
-    if asked is None or asked.tools or len(chain.calls) > 1:
-        return None
-    found: list[tuple[int, int]] = []
-    for number, other in enumerate(chains):
-        about = calls[other.calls[0]].asked
-        if other is chain or about is None or not about.tools or len(about.first_user) < SHORTEST_CARRIED:
+def _about(chains: Sequence[_Chain], calls: Sequence[Call]) -> dict[int, int]:
+    """For every single call without tools, such as one for a title: the conversation that it is about, the nearest in
+    the log that has tools and whose first message it holds. Numbers of chains."""
+    opened: dict[str, list[int]] = {}
+    for number, chain in enumerate(chains):
+        asked = calls[chain.calls[0]].asked
+        if asked is not None and asked.tools and len(asked.first_user) >= SHORTEST_CARRIED:
+            opened.setdefault(asked.first_user, []).append(number)
+    openings = Contained(opened)
+    found = {}
+    for number, chain in enumerate(chains):
+        first = chain.calls[0]
+        asked = calls[first].asked
+        if asked is None or asked.tools or len(chain.calls) > 1:
             continue
-        if any(about.first_user in each.text for each in asked.messages):
-            found.append((abs(other.calls[0] - chain.calls[0]), number))
-    return min(found)[1] if found else None
+        about = set()
+        for text in {text for each in asked.messages for text in openings.inside(each.text)}:
+            after = bisect_left(opened[text], number)  # chains are in the order of their first call
+            about.update(opened[text][max(0, after - 1) : after + 1])
+        if about:
+            found[number] = min(about, key=lambda other: (abs(chains[other].calls[0] - first), other))
+    return found
 
 
 def _connected(chains: Sequence[_Chain], calls: Sequence[Call]) -> list[list[int]]:
@@ -244,14 +315,15 @@ def _connected(chains: Sequence[_Chain], calls: Sequence[Call]) -> list[list[int
 
     def root(k: int) -> int:
         while group[k] != k:
+            group[k] = group[group[k]]
             k = group[k]
         return k
 
     for number, chain in enumerate(chains):
         for cause in chain.causes.values():
             group[root(number)] = root(home[cause])
-    for number, chain in enumerate(chains):
-        if root(number) == number and (other := _about(chain, chains, calls)) is not None:
+    for number, other in _about(chains, calls).items():
+        if root(number) == number:
             group[number] = root(other)
     found: dict[int, list[int]] = {}
     for number in range(len(chains)):
@@ -309,32 +381,33 @@ def _conversation(
     chain_of = {index: chain for chain in chains for index in chain.calls}
     causes = {index: cause for chain in chains for index, cause in chain.causes.items()}
     carried = set(causes.values())
-
-    def acts_apart(index: int) -> bool:
-        return chain_of[index].name.startswith("subagent")
-
+    starts = {index for chain in chains for index in chain.segment_starts}
+    after = {index: later for chain in chains for index, later in pairwise(chain.calls)}
+    previous = {later: index for index, later in after.items()}
+    last_carried = {id(chain): max(carried.intersection(chain.calls), default=-1) for chain in chains}
     summaries = {
         cause
         for index, cause in causes.items()
         # What a sub-agent found is carried, but sums nothing up.
-        if index in chain_of[index].segment_starts[1:] and (cause in chain_of[index].calls or not acts_apart(cause))
+        if index in starts
+        and index in previous
+        and (chain_of.get(cause) is chain_of[index] or not chain_of[cause].name.startswith("subagent"))
     }
-    attempts = {(chain_of[k].name, calls[k].prompt_ids.tobytes()) for k in summaries if k in chain_of}
+    attempts = {(chain_of[k].name, _digest(calls[k].prompt_ids)) for k in summaries if k in chain_of}
     turns: list[Turn] = []
     details: dict[int, str] = {}
     for turn, index in enumerate(order):
         call, chain = calls[index], chain_of[index]
-        at = chain.calls.index(index)
         cause = causes.get(index)
-        if at and index in chain.segment_starts:
-            detail = junction_detail(calls[chain.calls[at - 1]], call, summarised=cause in summaries, decode=decode)
+        if index in starts and index in previous:
+            detail = junction_detail(calls[previous[index]], call, summarised=cause in summaries, decode=decode)
             if detail is not None:
                 details[turn] = detail
         summarises = index in summaries and chain.purpose == "act"
         # An attempt that was made again, and of which nothing came, is context only.
-        again = chain.purpose == "summary" and any(later > index and later in carried for later in chain.calls)
-        attempt = (chain.name, call.prompt_ids.tobytes()) in attempts
-        undone = index not in carried and at + 1 < len(chain.calls) and _undone(call, calls[chain.calls[at + 1]])
+        again = chain.purpose == "summary" and last_carried[id(chain)] > index
+        attempt = (chain.name, _digest(call.prompt_ids)) in attempts
+        undone = index not in carried and index in after and _undone(call, calls[after[index]])
         rejected = undone or (index not in carried and (again or attempt))
         turns.append(
             Turn(
