@@ -31,13 +31,14 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stands in for the compiler: ``peak`` says what a configuration takes, or how it fails; ``asked`` lists them."""
     state: dict[str, Any] = {"peak": lambda config: GIB, "asked": []}
 
-    def lower(config: RunConfig, *_: Any) -> ahead.Lowering:
+    def lower(config: RunConfig, shape: Any, mesh: Any, microbatches: int, density: float) -> ahead.Lowering:
         state["asked"].append(config)
         state["now"] = config
         counted = flops.Flops({"layers": 1e12}, {"layers": 1e11})
         names = ("accumulate", "apply")
         return ahead.Lowering(
             {name: lambda: None for name in names},
+            {"accumulate": microbatches, "apply": 1},
             dict.fromkeys(names, GIB // 2),
             memory.Resident(GIB // 4, 0, GIB // 4, 0, 0, GIB // 4, 1000),
             {"accumulate": counted},
@@ -166,6 +167,16 @@ def test_a_mesh_is_chosen_where_there_is_none_or_it_is_asked_for(compiler: dict[
     assert "chosen here" in shown(made)
 
 
+def test_a_mesh_that_cannot_be_is_replaced(compiler: dict[str, Any]) -> None:
+    """The slice cannot be cut like that: nothing of it is compiled, and the nearest mesh that can be is."""
+    made = plan.make(configured("mesh.tensor=8"), SLICE)
+    assert made.asked.failure is not None and "cannot be cut" in made.asked.failure.cause
+    assert made.fitting is made.tried[-1] and made.fitting.config.mesh.tensor != 8
+    text = shown(made)
+    assert "does not compile: mesh: the slice's wiring cannot be cut like that" in text
+    assert "The nearest that fits: mesh." in text
+
+
 def test_a_mesh_that_does_not_divide_is_said(compiler: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> ahead.Lowering:
         raise ValueError("the mesh does not fit the model:\n  mesh.tensor (3)")
@@ -178,10 +189,25 @@ def test_a_mesh_that_does_not_divide_is_said(compiler: dict[str, Any], monkeypat
     json.dumps(plan_report.to_json([made]))
 
 
-def shown(made: plan.Planned) -> str:
+def shown(made: plan.Planned, width: int = 200) -> str:
     out = io.StringIO()
-    plan_report.show(made, Console(file=out, width=200, highlight=False))
+    plan_report.show(made, Console(file=out, width=width, highlight=False))
     return out.getvalue()
+
+
+def test_no_figure_is_cut_off_in_80_columns(compiler: dict[str, Any]) -> None:
+    overrides = (
+        "mesh.fsdp=8",
+        "data.rows_per_microbatch=8",
+        "data.rollouts_per_step=800",
+        "evaluation.paths=held.jsonl",
+    )
+    text = shown(plan.make(configured(*overrides), SLICE), 80)
+    assert "…" not in text
+    function = next(line for line in text.splitlines() if line.startswith("accumulate") and "links" in line)
+    assert function.split() == "accumulate 100 0.000698 0.0131 0.0161 links 10.00 GiB 3.00 GiB".split()
+    assert "8 rows of 4,096; remat none; 800 rows a step in 100 micro-batches; attention pallas, bfloat16\n" in text
+    assert "note: scoring evaluation.paths is not planned" in text
 
 
 def test_tables_and_values(compiler: dict[str, Any]) -> None:
@@ -225,7 +251,7 @@ def test_causes_of_failures(text: str, out_of_memory: bool, needed: float | None
     def fail() -> None:
         raise RuntimeError(text)
 
-    lowering = ahead.Lowering({"accumulate": fail}, {"accumulate": 1}, None, {})  # type: ignore[arg-type]
+    lowering = ahead.Lowering({"accumulate": fail}, {}, {"accumulate": 1}, None, {})  # type: ignore[arg-type]
     found = ahead.compile_one(lowering, "accumulate", 4)
     assert isinstance(found, ahead.Failure)
     assert (found.out_of_memory, found.needed, found.function) == (out_of_memory, needed, "accumulate")

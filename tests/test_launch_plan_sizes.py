@@ -160,6 +160,41 @@ def test_memory_by_kind_by_hand() -> None:
     assert arguments["score"] == 4 * parameters + batch
 
 
+RUNS = """
+import json, sys
+import jax
+from mwjax.launch import ahead
+from mwjax.model.sharding import make_mesh
+from mwjax.train import load, setup
+
+base = ["run_dir=x", "data.paths=x", "data.row_length=64", "model.small.vocab_size=64", "model.dtype=float32"]
+for options in json.loads(sys.argv[1]):
+    config = setup.resolved(load.load(None, [*base, *options]))
+    mesh = make_mesh(devices=jax.devices()[:1])
+    lowering = ahead.lower(config, setup.decoder_shape(config.model), mesh, microbatches=3, density=1.0)
+    print(json.dumps([dict(lowering.runs), sorted(lowering.functions) == sorted(lowering.runs)]))
+"""
+
+
+def test_how_often_a_function_runs_by_hand() -> None:
+    """The initial weights score a micro-batch once, whatever for; GSPO's ratios take the weights as they are now."""
+    old = "loss.old_logprobs=recompute"
+    cases = [
+        (["loss.task=grpo", "loss.kl=0"], 0),
+        (["loss.task=grpo", "loss.kl=0.1"], 1),
+        (["loss.task=grpo", "loss.kl=0.1", old], 1),
+        (["loss.task=gspo", "loss.kl=0"], 1),
+        (["loss.task=gspo", "loss.kl=0.1"], 2),
+        (["loss.task=grpo", "loss.kl=0", old], 1),
+        (["loss.task=grpo", "loss.kl=0", old, "data.method=naive_compressed"], 0),  # rows of other lengths are
+    ]
+    printed = run(RUNS, json.dumps([given for given, _ in cases])).splitlines()
+    assert len(printed) == len(cases)
+    for line, (_, scores) in zip(printed, cases):
+        expected = {"accumulate": 3, "apply": 1} | ({"score": 3 * scores} if scores else {})
+        assert json.loads(line) == [expected, True]
+
+
 def test_bytes_of_a_shard() -> None:
     mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"))
     whole = jax.ShapeDtypeStruct((8, 6), jnp.float32)

@@ -350,10 +350,13 @@ def test_the_same_command_follows_a_running_job_without_starting_it(cloud: Cloud
 
 
 @pytest.mark.slow
-def test_another_job_is_not_disturbed_and_stop_lets_it_save(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_job_is_not_disturbed_and_stop_lets_it_save(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = 'trap "echo saved; exit 0" TERM; echo up; while true; do sleep 0.05; done'
     first = background(cloud, *shell(job))
     wait_until(lambda: "up" in log(cloud, "job.0") and "up" in log(cloud, "job.1"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cloud.folder / "another machine"))
     assert launch(cloud, *shell("echo other")) == 2
     assert "another job runs on job (hosts 0, 1): stop it with mwjax launch job --stop" in capsys.readouterr().err
     assert status("launch", "job", *WHERE, "--status") == 0

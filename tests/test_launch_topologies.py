@@ -32,6 +32,17 @@ PUBLISHED = {
     "v5p-4096": ("8x16x16", 2048, 512),
     "v5p-8192": ("16x16x16", 4096, 1024),
     "v5p-12288": ("16x16x24", 6144, 1536),
+    # Of the table of xpk, which has what the page leaves out.
+    "v5p-384": ("4x4x12", 192, 48),
+    "v5p-768": ("4x8x12", 384, 96),
+    "v5p-896": ("4x4x28", 448, 112),
+    "v5p-1152": ("4x12x12", 576, 144),
+    "v5p-1280": ("4x8x20", 640, 160),
+    "v5p-1536": ("8x8x12", 768, 192),
+    "v5p-3072": ("8x12x16", 1536, 384),
+    "v5p-6144": ("12x16x16", 3072, 768),
+    "v5p-6912": ("12x12x24", 3456, 864),
+    "v5p-9216": ("12x16x24", 4608, 1152),
     "v6e-1": ("1x1", 1, 1),
     "v6e-4": ("2x2", 4, 1),
     "v6e-8": ("2x4", 8, 1),
@@ -56,10 +67,21 @@ def test_published_slices(name: str) -> None:
 
 def test_other_spellings_and_unknown_names() -> None:
     assert topologies.find("v5e-16") is topologies.find(" V5LITEPOD-16 ")
-    with pytest.raises(topologies.UnknownSlice, match=r"'v5p-100' .*v5p-64, v5p-128.*\(N counts cores, two a chip\)"):
-        topologies.find("v5p-100")
-    with pytest.raises(topologies.UnknownSlice, match="v6e-8"):
-        topologies.find("v6-8")
+    assert topologies.find("v5e-16") is topologies.find("V5e-16")
+    for name, message in (
+        ("v5p-100", r"'v5p-100' .*v5p-64, v5p-128.*\(N counts cores, two a chip\)"),
+        ("v5p-3", r"there are v5p-8, v5p-16, "),
+        ("v5litepod-512", r"v5litepod-256 ... \(N counts chips\)"),
+        ("v5p-", "v5p-8"),
+        ("v6e", "v6e-1, v6e-4"),
+        ("v4-8", "there are v5litepod-N, v5p-N, v6e-N, tpu7x-N"),
+        ("", "is no TPU slice known here"),
+    ):
+        with pytest.raises(topologies.UnknownSlice, match=message):
+            topologies.find(name)
+        with pytest.raises(topologies.UnknownSlice) as caught:
+            topologies.find(name)
+        assert len(str(caught.value)) < 200
 
 
 def test_chips_of_the_published_pods() -> None:

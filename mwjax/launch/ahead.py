@@ -22,7 +22,7 @@ from mwjax.train.config import RunConfig
 from mwjax.train.mesh import batch_shardings
 from mwjax.train.optimizer import optimizer
 from mwjax.train.step import Total, build, parameter_shardings
-from mwjax.tree import Batch, collate
+from mwjax.tree import EXACT_METHODS, Batch, collate
 from mwjax.tree.context import split_context
 
 _NEEDED = re.compile(r"(?:temporaries|Used) \(?([\d.]+)([KMGT]?)\)?")
@@ -56,9 +56,11 @@ class Failure:
 @dataclass(frozen=True)
 class Lowering:
     """What there is to compile on a mesh, and what a device holds meanwhile. functions: each compiles when called;
-    arguments: bytes of theirs on a device; computed: by them, over all devices (``apply`` is limited by memory)."""
+    runs: of each in a step; arguments: bytes of theirs on a device; computed: by one run of them, over all devices
+    (``apply`` is limited by memory)."""
 
     functions: Mapping[str, Callable[[], Any]]
+    runs: Mapping[str, int]
     arguments: Mapping[str, int]
     resident: memory.Resident
     computed: Mapping[str, flops.Flops]
@@ -110,27 +112,41 @@ def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches:
     }
     work = flops.work(setup.layout(config).shape, config.data.rows_per_microbatch, density)
     computed = {"accumulate": flops.accumulate(step_config, trained, whole, work)}
-    compares = setup.compares_with_initial(config)
-    if compares or ratios is not None:
+    runs = {"accumulate": microbatches, "apply": 1}
+    scored = _scored(config) + (ratios is not None)
+    if scored:
         called["score"] = (step.score, reads)
         computed["score"] = flops.score(step_config, whole, work)
+        runs["score"] = scored * microbatches
     if balance is not None and balance.routing is not None:
         called["routing"] = (step.routing, reads)
         computed["routing"] = flops.routing(step_config, whole, work)
+        runs["routing"] = microbatches
     return Lowering(
         {name: _lowered(function, given) for name, (function, given) in called.items()},
+        runs,
         {name: memory.shard_bytes((_bound(function), given)) for name, (function, given) in called.items()},
         memory.Resident(
             parameters=memory.shard_bytes(current.params),
             frozen=memory.shard_bytes(kept),
             optimiser=memory.shard_bytes(current.opt_state),
             teacher=memory.shard_bytes(current.teacher),
-            reference=memory.shard_bytes(current.params) if compares else 0,
+            reference=memory.shard_bytes(current.params) if setup.compares_with_initial(config) else 0,
             gradients=memory.shard_bytes(total),
             batch=microbatches * memory.shard_bytes(batch),
         ),
         computed,
     )
+
+
+def _scored(config: RunConfig) -> bool:
+    """Whether the weights the run began with score the step's own rows: for the reference, for the old log-probs (also
+    for both it is once)."""
+    if not setup.compares_with_initial(config):
+        return False
+    old = config.loss.old_logprobs
+    own_rows = old == "recompute_own_rows" or (old == "recompute" and setup.method(config) in EXACT_METHODS)
+    return own_rows or setup.loss_config(config.loss).policy_gradient.kl_coefficient != 0
 
 
 def compile_one(lowering: Lowering, name: str, devices: int) -> Program | Failure:

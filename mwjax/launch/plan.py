@@ -26,9 +26,9 @@ class PlanError(ValueError):
 class Plan:
     """A configuration on a slice. config: as `compiled` but for what is auto; chosen: what was chosen in place of what
     the configuration says, as KEY=VALUE; rows_a_step: full ones, the rest of the micro-batches is padding; programs:
-    the functions that were compiled; failure: the one that was not; peak: the fullest moment of a step on one device,
-    None where nothing was compiled; flops, limits: of one run of each function; estimate: of a step, None where not all
-    was compiled. seconds: compiling took."""
+    the functions that were compiled; runs: of each in a step; failure: the one that was not compiled; peak: the fullest
+    moment of a step on one device, None where nothing was compiled; flops, limits: of one run of each function;
+    estimate: of a step, None where not all was compiled. seconds: compiling took."""
 
     slice: Slice
     config: RunConfig
@@ -38,6 +38,7 @@ class Plan:
     density: float
     chosen: tuple[str, ...]
     programs: tuple[ahead.Program, ...]
+    runs: dict[str, int]
     failure: ahead.Failure | None
     resident: memory.Resident | None
     peak: memory.Peak | None
@@ -149,7 +150,7 @@ def make(
         likely = search.hopeful(possible, slice_)
         first = (likely[0] if likely else min(possible, key=lambda one: one.bytes)).config
     asked = assess(first)
-    if asked.fits or (asked.failure is not None and not asked.failure.out_of_memory):
+    if asked.fits or (asked.failure is not None and not _depends_on_the_way(asked.failure, first, ways)):
         return Planned(asked, (), 0)
     tried: list[Plan] = []
     left = _left(compiled, ways(), slice_)
@@ -157,6 +158,15 @@ def make(
         tried.append(assess(left[0].config))
         left = _left(compiled, ways(), slice_)
     return Planned(asked, tuple(tried), len(left))
+
+
+def _depends_on_the_way(
+    failure: ahead.Failure, config: RunConfig, ways: Callable[[], Sequence[search.Candidate]]
+) -> bool:
+    """Whether another mesh, or less at a time, may compile where this did not."""
+    return failure.out_of_memory or (
+        failure.function == "mesh" and all(one.config.mesh != config.mesh for one in ways())
+    )
 
 
 def _left(failed: Sequence[Plan], ways: Sequence[search.Candidate], slice_: Slice) -> list[search.Candidate]:
@@ -217,6 +227,7 @@ def _assess(
         density=density,
         chosen=tuple(_changes(asked, config)),
         programs=tuple(programs),
+        runs={} if lowering is None else dict(lowering.runs),
         failure=failure,
         resident=None if lowering is None else lowering.resident,
         peak=peak,
@@ -247,15 +258,14 @@ def _estimate(
     slice_: Slice, lowering: ahead.Lowering, limits: dict[str, roofline.Limits], config: RunConfig, rows: int
 ) -> roofline.Estimate:
     """Of a step of ``rows`` full rows; what else its micro-batches hold is padding, and counts for nothing."""
-    microbatches = -(-rows // config.data.rows_per_microbatch)
-    each = sum(one.seconds for name, one in limits.items() if name != "apply")
-    counted = sum(sum(function.model.values()) for function in lowering.computed.values())
+    runs = lowering.runs
+    counted = sum(runs[name] * sum(function.model.values()) for name, function in lowering.computed.items())
     return roofline.estimate(
         slice_.generation,
         config.mesh.devices,
-        limits["apply"].seconds + microbatches * each,
+        sum(runs[name] * one.seconds for name, one in limits.items()),
         rows * config.data.row_length,
-        counted * rows / config.data.rows_per_microbatch,
+        counted * rows / (runs["accumulate"] * config.data.rows_per_microbatch),
     )
 
 

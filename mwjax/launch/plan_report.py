@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from mwjax.launch import plan
@@ -24,31 +24,33 @@ def show(planned: plan.Planned, console: Console) -> None:
     _show_plan(planned.asked, console)
     for other in planned.tried:
         if not other.fits:
-            console.print(f"  tried: {plan.describe(other.config)}: {_verdict(other)}", markup=False)
+            _say(console, f"  tried: {plan.describe(other.config)}: {_verdict(other)}")
     found = planned.fitting
     if found is not None and found is not planned.asked:
-        console.print(f"\nThe nearest that fits: {' '.join(found.chosen) or 'as configured'}")
+        _say(console, f"\nThe nearest that fits: {' '.join(found.chosen) or 'as configured'}")
         _show_plan(found, console)
     elif found is None:
         left = f"; {planned.untried} more could be tried: --tries" if planned.untried else ""
         failure = planned.asked.failure
         if failure is None or failure.out_of_memory:
             tried = f"none of {len(planned.tried)} others does" if planned.tried else "nothing else is likely to"
-            console.print(f"\nDoes not fit, and {tried}{left or ': take a larger slice'}", style="bold red")
+            _say(console, f"\nDoes not fit, and {tried}{left or ': take a larger slice'}", "bold red")
 
 
 def _show_plan(made: plan.Plan, console: Console) -> None:
     config, slice_ = made.compiled, made.slice
-    console.print(f"\n[bold]{slice_.describe()}[/]")
-    name = "small random model" if config.model.path is None else escape(config.model.path)
-    console.print(
+    _say(console, f"\n{slice_.describe()}", "bold")
+    name = config.model.path or "small random model"
+    several = "" if made.microbatches == 1 else "es"
+    _say(
+        console,
         f"  {name}, {setup.method(config)}, {config.loss.task}; {plan.describe(config)}; "
-        f"{made.rows_a_step} rows a step in {made.microbatches} micro-batches; "
-        f"attention {config.model.attention}, {config.model.dtype}"
+        f"{made.rows_a_step} rows a step in {made.microbatches} micro-batch{several}; "
+        f"attention {config.model.attention}, {config.model.dtype}",
     )
     if made.chosen:
-        console.print(f"  chosen here: {' '.join(made.chosen)}")
-    console.print(f"  {_verdict(made)}", markup=False, style="bold green" if made.fits else "bold red")
+        _say(console, f"  chosen here: {' '.join(made.chosen)}")
+    _say(console, f"  {_verdict(made)}", "bold green" if made.fits else "bold red")
     if made.peak is not None:
         console.print(_memory_table(made))
     if made.programs:
@@ -56,7 +58,20 @@ def _show_plan(made: plan.Plan, console: Console) -> None:
         console.print(_collectives_table(made))
     _show_estimate(made, console)
     for note in notes(made):
-        console.print(f"  note: {note}", style="dim")
+        _say(console, f"  note: {note}", "dim")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """A line as it is: no markup is looked for in names, and what may be copied is not broken."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _table(title: str, *columns: str, words: int = 1) -> Table:
+    """A table of at most 80 columns. words: how many of its columns are text; the others are numbers."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < words else "right", no_wrap=True)
+    return table
 
 
 def _verdict(made: plan.Plan) -> str:
@@ -73,9 +88,7 @@ def _verdict(made: plan.Plan) -> str:
 
 def _memory_table(made: plan.Plan) -> Table:
     assert made.peak is not None
-    table = Table(title=f"Memory of one device at its fullest, in {made.peak.function}", title_justify="left")
-    table.add_column("kind")
-    table.add_column("bytes", justify="right")
+    table = _table(f"\nMemory of one device at its fullest, in {made.peak.function}", "kind", "bytes")
     for kind, size in made.peak.kinds.items():
         table.add_row(KINDS.get(kind, kind), _size(size))
     table.add_row("together", _size(made.peak.total), style="bold")
@@ -96,16 +109,14 @@ KINDS = {
 
 
 def _programs_table(made: plan.Plan) -> Table:
-    table = Table(title="One run of each function, on one device (times: estimates)", title_justify="left")
-    table.add_column("function")
+    title = "\nOne run of each function, on one device (times: estimates)"
     headings = ("a step", "compute s", "memory s", "links s", "limit", "memory", "links")
-    for name in headings:
-        table.add_column(name, justify="right")
+    table = _table(title, "function", *headings)
     for program in made.programs:
         limits = made.limits[program.name]
         table.add_row(
             program.name,
-            str(1 if program.name == "apply" else made.microbatches),
+            str(made.runs[program.name]),
             *(f"{value:.3g}" for value in limits),
             limits.by,
             _size(program.traffic.hbm_bytes),
@@ -115,11 +126,7 @@ def _programs_table(made: plan.Plan) -> Table:
 
 
 def _collectives_table(made: plan.Plan) -> Table:
-    table = Table(title="Collectives of one run, per device", title_justify="left")
-    table.add_column("function")
-    table.add_column("kind")
-    for name in ("number", "bytes", "sent"):
-        table.add_column(name, justify="right")
+    table = _table("\nCollectives of one run, per device", "function", "kind", "number", "bytes", "sent", words=2)
     for program in made.programs:
         for one in program.traffic.collectives:
             table.add_row(program.name, one.kind, f"{one.number:,}", _size(one.bytes), _size(one.sent))
@@ -130,15 +137,18 @@ def _show_estimate(made: plan.Plan, console: Console) -> None:
     for name, counted in made.flops.items():
         model, again = sum(counted.model.values()), sum(counted.again.values())
         parts = ", ".join(f"{part} {value:.3g}" for part, value in counted.model.items())
-        console.print(
-            f"  FLOPs of {name}, all devices: {model:.4g} ({parts}) and {again:.3g} computed again; attention over "
-            f"{made.density:g} of a causal row's pairs"
+        _say(
+            console,
+            f"  FLOPs of one {name}, all devices: {model:.4g} ({parts}) and {again:.3g} computed again; attention "
+            f"over {made.density:g} of a causal row's pairs",
         )
     if made.estimate is not None:
         found = made.estimate
-        console.print(
-            f"  [bold]estimate[/]: {found.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, "
-            f"MFU {found.mfu:.0%} at best"
+        _say(
+            console,
+            f"  estimate: {found.seconds:.3g} s a step at least, {found.tokens_per_second:,.0f} tokens/s and MFU "
+            f"{found.mfu:.0%} at most",
+            "bold",
         )
 
 
@@ -152,6 +162,8 @@ def notes(made: plan.Plan) -> list[str]:
         found.append("attention blockwise is for any device; on TPUs model.attention=auto takes a kernel")
     if made.config.loss.old_logprobs == "recompute" and setup.method(made.config) not in ("packed", "logittree"):
         found.append("loss.old_logprobs=recompute scores rows whose length the data decides: not planned")
+    if made.config.evaluation.paths:
+        found.append("scoring evaluation.paths is not planned")
     return found
 
 
@@ -197,6 +209,7 @@ def _values(made: plan.Plan) -> dict[str, Any]:
         "functions": {
             program.name: {
                 "compile_seconds": program.seconds,
+                "runs_a_step": made.runs[program.name],
                 "peak_bytes": program.peak,
                 "hbm_bytes": program.traffic.hbm_bytes,
                 "unknown_loops": program.traffic.unknown_loops,

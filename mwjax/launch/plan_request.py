@@ -20,6 +20,8 @@ ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
 }
 
+FILE_WIDTH = 120  # columns of tables that do not go to a terminal
+
 
 @dataclass(frozen=True)
 class Request:
@@ -40,7 +42,7 @@ def carry_out(asked: Request) -> int:
 
     Raises ValueError for what the user can put right.
     """
-    slices = [topologies.find(name) for name in asked.slices.split(",") if name.strip()]
+    slices = [topologies.find(name) for name in asked.slices.split(",")]
     config = load.load(asked.config, asked.overrides)
     os.environ.update(ENVIRONMENT)  # before jax is imported
 
@@ -50,7 +52,8 @@ def carry_out(asked: Request) -> int:
     from mwjax.launch import plan, plan_report
 
     plan.check_installed()
-    console, results = Console(stderr=True, highlight=False), Console(highlight=False)
+    console = Console(stderr=True, highlight=False)
+    results = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

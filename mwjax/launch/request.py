@@ -75,7 +75,7 @@ def carry_out(request: Request) -> int:
         print("\n".join(lines))
         return 0
     try:
-        with _alone(machines.name), _sigterm_interrupts():
+        with _alone(machines), _sigterm_interrupts():
             return supervise.run(
                 todo,
                 lambda: wheel.make(machines.name, request.wheel),
@@ -170,9 +170,10 @@ def _submit(request: Request, todo: Job, cluster: str) -> int:
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
+def _alone(machines: Machines) -> Iterator[None]:
     """While the block runs, no other launch of that name does on this machine: after a preemption, each would delete
     what the other has rented. Raises LaunchError."""
+    name = machines.name
     lock = wheel.folder(name).with_name(f"{name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "w") as file:
@@ -181,7 +182,7 @@ def _alone(name: str) -> Iterator[None]:
         except BlockingIOError:
             raise LaunchError(
                 f"another mwjax launch {name} is at work on this machine; to see what it follows: mwjax launch {name} "
-                "--logs"
+                f"--logs --zone {machines.zone}"
             ) from None
         yield
 

@@ -4,15 +4,18 @@
 machine: what runs one process. Sources, per chip (read 2026-11):
 
 - v5e https://docs.cloud.google.com/tpu/docs/v5e (memory bandwidth: 819 GB/s there, 800 GiB/s in other editions)
-- v5p https://docs.cloud.google.com/tpu/docs/v5p and, beside it, v6e and TPU7x:
+- v5p https://docs.cloud.google.com/tpu/docs/v5p (which lists "most, but not all" shapes) and, beside it, v6e and TPU7x:
   https://docs.cloud.google.com/tpu/docs/tpu7x (whose table gives memory in GiB)
 - v6e https://docs.cloud.google.com/tpu/docs/v6e (shapes and virtual machines)
 - runtime versions https://docs.cloud.google.com/tpu/docs/runtimes
+
+A v5p or TPU7x slice of more than 64 chips is made of whole cubes of 4 x 4 x 4, up to 96 of them. A name says only how
+many; their shape is the most compact there is, as in xpk's table of slices
+(https://github.com/AI-Hypercomputer/xpk, src/xpk/core/system_characteristics.py).
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 
@@ -46,11 +49,28 @@ V6E = Generation("v6e", "v6e", 1, 1, "v2-alpha-tpuv6e", 32 * GIB, 918e12, 1638e9
 TPU7X = Generation("tpu7x", "tpu7x", 2, 2, None, 192 * GIB, 2307e12, 7380e9, 1200e9)
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = (
-    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
-    *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
+_LESS_THAN_A_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+MOST_CUBES, LONGEST = 96, 256  # cubes of a slice, chips along a dimension
+
+
+def _of_cubes(cubes: int) -> tuple[int, ...] | None:
+    """The most compact box of so many cubes, in chips; None where one dimension would be too long."""
+    boxes = [
+        (a, b, cubes // (a * b))
+        for a in range(1, cubes + 1)
+        for b in range(a, cubes + 1)
+        if cubes % (a * b) == 0 and cubes // (a * b) >= b
+    ]
+    a, b, c = min(boxes, key=lambda box: box[0] * box[1] + box[1] * box[2] + box[0] * box[2])
+    return (4 * a, 4 * b, 4 * c) if 4 * c <= LONGEST else None
+
+
+_DEEP = (
+    *_LESS_THAN_A_CUBE,
+    *("x".join(map(str, shape)) for cubes in range(1, MOST_CUBES + 1) if (shape := _of_cubes(cubes))),
 )
-SHAPES = {V5E: _FLAT, V5P: _CUBES, V6E: _FLAT, TPU7X: _CUBES}
+SHAPES = {V5E: _FLAT, V5P: _DEEP, V6E: _FLAT, TPU7X: _DEEP}
+SHOWN = 8  # names in a message
 
 
 class UnknownSlice(ValueError):
@@ -125,11 +145,19 @@ def find(name: str) -> Slice:
         wanted = f"{V5E.prefix}-{wanted.removeprefix('v5e-')}"
     if wanted in SLICES:
         return SLICES[wanted]
-    prefix = wanted.rpartition("-")[0]
-    near = [known for known in SLICES if known.rpartition("-")[0] == prefix]
-    near = near or difflib.get_close_matches(wanted, SLICES, n=4) or list(SLICES)
-    counted = " (N counts cores, two a chip)" if prefix in (V5P.prefix, TPU7X.prefix) else ""
-    raise UnknownSlice(f"{name!r} is no TPU slice that can be rented; there are {', '.join(near)}{counted}")
+    prefix, _, number = wanted.partition("-")
+    generation = next((one for one in SHAPES if one.prefix == prefix), None)
+    if generation is None:
+        kinds = ", ".join(f"{one.prefix}-N" for one in SHAPES)
+        raise UnknownSlice(
+            f"{name!r} is no TPU slice known here; there are {kinds}, such as v5p-32, and v5e-N for short"
+        )
+    sizes = [one.chips * generation.cores_per_chip for one in SLICES.values() if one.generation is generation]
+    if number.isdecimal():
+        sizes = sorted(sizes, key=lambda size: abs(size - int(number)))
+    near = ", ".join(f"{prefix}-{size}" for size in sorted(sizes[:SHOWN]))
+    counts = "cores, two a chip" if generation.cores_per_chip == 2 else "chips"
+    raise UnknownSlice(f"{name!r} is no TPU slice that can be rented; there are {near} ... (N counts {counts})")
 
 
 def _count(number: int, noun: str) -> str:
