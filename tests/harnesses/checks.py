@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from mwjax import rollouts, tree
 from mwjax.audit.inspect import built_rows
 from mwjax.cli import app
 from mwjax.rollouts.record import Rollout, Turn
-from tests.harnesses.engine import TEMPLATE, TOKENIZER, Served, text_of
+from tests.harnesses.engine import SUBTASK, TEMPLATE, TOKENIZER, Served, text_of
 from tests.harnesses.play import SESSION
 
 
@@ -49,9 +50,6 @@ class Play(NamedTuple):
         turn = self.turn_of(number)
         chain = self.rollout.turns[turn].chain
         return next(k for k in range(turn + 1, len(self.of_turn)) if self.rollout.turns[k].chain == chain)
-
-    def detail_at(self, turn: int) -> str | None:
-        return next(each["detail"] for each in self.junctions if each["turn"] == turn)
 
     def quirky(self, quirk: str) -> int:
         """The number of the served call with that quirk."""
@@ -226,7 +224,29 @@ def check_the_folds(play: Play) -> list[int]:
                 found.append(turn)
                 assert each.cause_turn == play.turn_of(other)
                 assert play.rollout.turns[each.cause_turn].purpose == "summary"
-                assert play.detail_at(turn) == "fold"
     assert len(found) >= 2
-    assert [each["turn"] for each in play.junctions if each["detail"] == "fold"] == found
     return found
+
+
+def check_the_helper(play: Play) -> None:
+    """A sub-agent's chain begins because of the call that delegated, and its answer is why ``main`` goes on with it."""
+    turns = [turn for turn, (kind, _) in enumerate(play.kinds()) if kind == "help"]
+    first, last = turns[0], play.served[play.of_turn[turns[-1]]]
+    cause = play.rollout.turns[first].cause_turn
+    assert cause is not None and SUBTASK in play.served[play.of_turn[cause]].answer
+    carries = [
+        turn
+        for turn, (number, each) in enumerate(zip(play.of_turn, play.rollout.turns))
+        if each.chain == "main" and last.answer in "\n".join(map(text_of, play.served[number].messages))
+    ]
+    assert play.rollout.turns[carries[0]].cause_turn == turns[-1]
+
+
+def check_the_details(play: Play, expected: Mapping[int, str | None]) -> None:
+    """What each junction is: ``expected`` by turn, besides where a completion was not what its rendering gives."""
+    sampled = {
+        play.following(number): {"spelled": "retokenised", "compact": "tool_json"}[each.quirk]
+        for number, each in enumerate(play.served)
+        if each.quirk in ("spelled", "compact")
+    }
+    assert {each["turn"]: each["detail"] for each in play.junctions} == {**sampled, **expected}
