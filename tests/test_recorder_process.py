@@ -153,7 +153,7 @@ def test_an_engine_behind_tls_must_be_one_that_is_trusted(tmp_path):
     assert recorded["prompt_ids"] == prompt_token_ids(CHAT)
 
 
-def test_mistakes_are_told_in_words(engine, tmp_path, capfd):
+def test_mistakes_are_told_in_words(engine, tmp_path, capfd, monkeypatch):
     def run(*arguments):
         with pytest.raises(SystemExit) as left:
             main(["record", *arguments])
@@ -173,6 +173,16 @@ def test_mistakes_are_told_in_words(engine, tmp_path, capfd):
     assert status == 2 and "is where this recorder listens" in said
     status, said = run("ftp://x", *folder)
     assert status == 2 and "http://HOST:PORT" in said
+    status, said = run(engine.url, *folder, "--host", "no.such.host.invalid")
+    assert status == 2 and "cannot listen there" in said and "--port" not in said
+    status, said = run(engine.url, *folder, "--max-body-mb", "inf")
+    assert status == 2 and "--max-body-mb" in said and "Traceback" not in said
+    monkeypatch.chdir(tmp_path)
+    status, said = run(engine.url, "--run-dir", "gs://bucket/runs")
+    assert status == 2 and "an object store has no append" in said and not (tmp_path / "gs:").exists()
+    for name, reason in (("a: b", "no name of a header"), ("X-Auth-Token", "never written down")):
+        status, said = run(engine.url, *folder, "--session-header", name)
+        assert status == 2 and reason in said
     status, said = run(engine.url, *folder, "--redact", "a..b")
     assert status == 2 and "metadata.user_id" in said
 

@@ -53,7 +53,7 @@ def record(
         ),
     ] = None,
     max_body_mb: Annotated[
-        float, typer.Option(metavar="MB", min=0.001, help="Of a larger body only the beginning is written.")
+        float, typer.Option(metavar="MB", min=0.001, max=1e6, help="Of a larger body only the beginning is written.")
     ] = 64.0,
     connect_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.0, help="For reaching the engine; 0 for no limit.")

@@ -14,6 +14,7 @@ from mwjax.recorder.calls import Exchange, as_object
 from mwjax.recorder.redaction import Pattern
 from mwjax.rollouts.errors import RolloutFileError, file_error
 from mwjax.rollouts.journal import Journal
+from mwjax.rollouts.storage import is_local
 from mwjax.rollouts.write import as_line
 
 BATCH = 64
@@ -35,10 +36,11 @@ class CallLog:
     def __init__(self, folder: str, patterns: Sequence[Pattern] = ()) -> None:
         """Raises RolloutFileError if the file cannot be opened or another recorder holds it."""
         folder = os.path.expanduser(folder)
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise file_error("write", folder, error) from error
+        if is_local(folder):  # what is not, the journal refuses
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except OSError as error:
+                raise file_error("write", folder, error) from error
         self.path = os.path.join(folder, "calls.jsonl")
         self.written = 0
         self.failed = 0

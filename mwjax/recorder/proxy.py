@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,6 +27,7 @@ from mwjax.recorder.upstream import FAILURES, Settings, Upstream, closing, no_an
 from mwjax.rollouts.server_events import Splitter
 
 REFUSAL_BYTES = 10_000
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9110, section 5.6.2
 REFUSALS = (400, 404, 422)  # how engines answer a request member that they do not accept
 
 
@@ -50,8 +52,10 @@ class Proxy:
         self._upstream = Upstream(settings)
         self._extra_headers = tuple(name.lower() for name in settings.session_headers)
         for name in self._extra_headers:
-            if name in sessions.KEY_HEADERS:
+            if sessions.secrets({name: "value"}):
                 raise ValueError(f"--session-header {name}: holds a credential, which is never written down")
+            if not _HEADER_NAME.fullmatch(name):
+                raise ValueError(f"--session-header {name!r}: is no name of a header")
         self._refused: set[tuple[Endpoint, bool]] = set()
 
     async def __aenter__(self) -> Proxy:

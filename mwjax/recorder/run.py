@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import signal
@@ -109,7 +110,8 @@ async def listening(proxy: Proxy, host: str, port: int) -> AsyncIterator[tuple[i
             try:
                 await site.start()
             except OSError as error:
-                reason = f"cannot listen there ({_reason(error)}); --port 0 takes a free port"
+                advice = "; --port 0 takes a free port" if error.errno == errno.EADDRINUSE else ""
+                reason = f"cannot listen there ({_reason(error)}){advice}"
                 raise OSError(error.errno, reason, f"{host}:{port}") from None
             yield runner.addresses[0][1], site
         finally:
