@@ -189,11 +189,8 @@ def test_a_key_that_a_stream_spells_piece_by_piece_is_not_written():
 
 
 def test_where_keys_are():
-    assert secrets({"authorization": "Bearer a b", "x-auth-token": "t", "x-my-api-key": "k", "accept": "*/*"}) == [
-        "a b",
-        "t",
-        "k",
-    ]
+    named = {"authorization": "Bearer a b", "x-auth-token": "t", "x-my-api-key": "k", "x-amz-security-token": "s"}
+    assert secrets({**named, "accept": "*/*", "x-tokenizer": "Qwen", "x-max-tokens": "9"}) == ["a b", "t", "k", "s"]
     assert query_secrets("/v1/x?key=a%2Fb+c&api-version=1&=&y") == ["a%2Fb+c", "a/b+c", "a/b c"]
 
 

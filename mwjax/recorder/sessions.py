@@ -46,6 +46,7 @@ KEPT_QUERY = ("api-version", "beta")
 HIDDEN_SECRET = "[credential]"
 SHORTEST_SECRET = 12  # shorter ones are placeholders such as EMPTY, which occur in texts
 
+_CREDENTIAL_HEADER = re.compile(r"(?:authorization|api[-_]?key|access[-_]?key|[-_]token|secret|cookie|password)$")
 _CREDENTIAL = re.compile(r"(?i)authorization|api.?key|token|secret|cookie|password")
 _CREDENTIAL_MEMBER = re.compile(rf'(?i)"[^"]*(?:{_CREDENTIAL.pattern[4:]})[^"]*"\s*:\s*"(?:\w+ )?([^"]+)')
 _PREFIX = re.compile(r"/session/([^/?]+)(?=/)")
@@ -83,7 +84,7 @@ def session(headers: Mapping[str, str], path_name: str | None, extra: Sequence[s
 
 def secrets(headers: Mapping[str, str]) -> list[str]:
     """The credentials in these headers, without the name of their scheme."""
-    return _named(headers, [*KEY_HEADERS, *(name for name in headers if _CREDENTIAL.search(name))])
+    return _named(headers, [*KEY_HEADERS, *(name for name in headers if _CREDENTIAL_HEADER.search(name))])
 
 
 def _named(headers: Mapping[str, str], names: Sequence[str]) -> list[str]:
