@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,7 +209,7 @@ def test_no_figure_is_cut_off_in_80_columns(compiler: dict[str, Any]) -> None:
     text = shown(plan.make(configured(*overrides), SLICE), 80)
     assert "…" not in text
     function = next(line for line in text.splitlines() if line.startswith("accumulate") and "links" in line)
-    assert function.split() == "accumulate 100 0.000698 0.0131 0.0161 links 10.00 GiB 3.00 GiB".split()
+    assert " ".join(function.split()) == "accumulate 100 0.000698 0.0131 0.0161 links 10.00 GiB 3.00 GiB"
     assert "8 rows of 4,096; remat none; 800 rows a step in 100 micro-batches; attention pallas, bfloat16\n" in text
     assert "note: scoring evaluation.paths is not planned" in text
 
@@ -230,6 +234,29 @@ def test_tables_and_values(compiler: dict[str, Any]) -> None:
         {"kind": "all-gather", "number": 3, "bytes": 4 * GIB, "sent": 3 * GIB}
     ]
     assert values["ran_on_tpu"] is False and values["fitting"] == list(made.tried[-1].chosen)
+
+
+BUSY = """
+import hashlib, sys
+from mwjax import cli
+from mwjax.launch import plan, search
+
+def busy(*_, **__):
+    print("at work", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as the compiler: not to be interrupted from Python
+
+plan.check_installed = lambda: None
+plan.make = busy
+cli.main(["plan", sys.argv[1], "--topology", "v6e-1", "model.path=a/b"])
+"""
+
+
+def test_ctrl_c_does_not_wait_for_the_compiler() -> None:
+    config = str(Path(__file__).parent.parent / "configs" / "sft.yaml")
+    running = subprocess.Popen([sys.executable, "-c", BUSY, config], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None and running.stdout.readline() == "at work\n"
+    running.send_signal(signal.SIGINT)
+    assert running.wait(10) == 130
 
 
 @pytest.mark.parametrize(

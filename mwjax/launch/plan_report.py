@@ -226,4 +226,6 @@ def _values(made: plan.Plan) -> dict[str, Any]:
 
 def _size(size: float) -> str:
     """1234567 -> "1.18 MiB"."""
+    if abs(size) < 0.01 * 2**20:
+        return f"{size:,.0f} B"
     return f"{size / GIB:,.2f} GiB" if abs(size) >= 0.05 * GIB else f"{size / 2**20:,.2f} MiB"

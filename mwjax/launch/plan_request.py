@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mwjax.launch import topologies
 from mwjax.train import load
@@ -20,7 +25,11 @@ ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
 }
 
+INTERRUPTED = 130  # exit status
 FILE_WIDTH = 120  # columns of tables that do not go to a terminal
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,20 +79,40 @@ def carry_out(asked: Request) -> int:
                 if not console.is_terminal:
                     print(f"mwjax: {what}", file=sys.stderr, flush=True)
 
-            made.append(
-                plan.make(
-                    config,
-                    slice_,
-                    auto=asked.auto,
-                    density=asked.density,
-                    microbatches=asked.microbatches,
-                    tries=asked.tries,
-                    say=say,
-                )
+            making = functools.partial(
+                plan.make,
+                config,
+                slice_,
+                auto=asked.auto,
+                density=asked.density,
+                microbatches=asked.microbatches,
+                tries=asked.tries,
+                say=say,
             )
+            made.append(_interruptibly(making, bar.stop))
             bar.remove_task(task)
             if not asked.as_json:
                 plan_report.show(made[-1], results)
     if asked.as_json:
         print(json.dumps(plan_report.to_json(made), indent=1))
     return 0 if all(one.fitting is not None for one in made) else 1
+
+
+def _interruptibly(work: Callable[[], T], leaving: Callable[[], None]) -> T:
+    """What ``work`` returns, or raises. It runs beside the main thread: the compiler, once at work, hears of no Ctrl-C
+    and cannot be stopped, so then the process ends at once, after ``leaving``."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        leaving()
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
