@@ -61,7 +61,7 @@ from mwjax.recorder.sessions import (
 )
 from mwjax.rollouts import server_events
 from mwjax.rollouts.assembly import assembled
-from mwjax.rollouts.engine_ids import prompt_ids, sampled
+from mwjax.rollouts.engine_ids import choices_of, prompt_ids, sampled
 
 FORMAT = "mwjax-call/1"
 HOLDS_IDS = ("events", "prompt_ids", "completions", "engine_info")  # what spells the text: it goes when text goes
@@ -244,8 +244,7 @@ def _members(exchange: Exchange, whole: Any, shown: Any, patterns: Sequence[Patt
 
 
 def _engine_info(whole: Any) -> list[Any] | None:
-    choices = whole.get("choices") if isinstance(whole, dict) else None
-    infos = [choice.get("meta_info") for choice in choices or () if isinstance(choice, dict)]
+    infos = [choice.get("meta_info") for choice in choices_of(whole)]
     kept = [
         {k: v for k, v in info.items() if not k.endswith("_token_logprobs")} if isinstance(info, dict) else None
         for info in infos

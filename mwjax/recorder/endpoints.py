@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mwjax.rollouts.engine_ids import Endpoint
+from mwjax.rollouts.engine_ids import Endpoint, choices_of
 
 _ENDS: tuple[tuple[str, Endpoint], ...] = (
     ("/chat/completions", "chat.completions"),
@@ -24,10 +24,7 @@ def endpoint_of(method: str, target: str) -> Endpoint | None:
 def ends_stream(endpoint: Endpoint, data: str, payload: Any) -> bool:
     """Whether this event is the last one that says something: a stream without it was cut off."""
     if endpoint == "chat.completions":
-        choices = payload.get("choices") if isinstance(payload, dict) else None
-        listed = choices if isinstance(choices, list) else ()
-        finished = any(isinstance(each, dict) and each.get("finish_reason") for each in listed)
-        return data.strip() == "[DONE]" or finished
+        return data.strip() == "[DONE]" or any(choice.get("finish_reason") for choice in choices_of(payload))
     kind = payload.get("type") if isinstance(payload, dict) else None
     if endpoint == "messages":
         return kind == "message_stop"

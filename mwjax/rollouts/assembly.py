@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mwjax.rollouts.engine_ids import Endpoint
+from mwjax.rollouts.engine_ids import Endpoint, choices_of
 
 # What a later chunk continues; any other field of a delta is said once, or anew.
 _CONTINUED = frozenset({"arguments", "content", "reasoning", "reasoning_content", "refusal", "text", "thinking"})
@@ -32,10 +32,9 @@ def _chat(chunks: list[dict[str, Any]]) -> dict[str, Any] | None:
                 result[key] = {**result.get(key, {}), **value}
             elif key != "choices" and (value is not None or key not in result):
                 result[key] = value
-        for choice in chunk["choices"] if isinstance(chunk["choices"], list) else ():
-            if isinstance(choice, dict):
-                index = choice.get("index")
-                _add_choice(choices.setdefault(index if isinstance(index, int) else 0, {}), choice)
+        for choice in choices_of(chunk):
+            index = choice.get("index")
+            _add_choice(choices.setdefault(index if isinstance(index, int) else 0, {}), choice)
     if not result and not choices:
         return None
     if result.get("object") == "chat.completion.chunk":

@@ -15,6 +15,12 @@ class Sampled(NamedTuple):
     logprobs: list[float] | None
 
 
+def choices_of(payload: Any) -> list[dict[str, Any]]:
+    """The choices of a chat completion or of a chunk of one, whatever else a server sends in their place."""
+    choices = payload.get("choices") if isinstance(payload, dict) else None
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
 def prompt_ids(endpoint: Endpoint, payload: Any) -> list[int] | None:
     """``payload``: the whole response with what was asked for still in it."""
     if not isinstance(payload, dict):
@@ -23,7 +29,7 @@ def prompt_ids(endpoint: Endpoint, payload: Any) -> list[int] | None:
         pieces = _raw_tokens(payload.get("input_messages"))
         return pieces[0] if pieces is not None and len(pieces) == 1 else None
     extension = payload.get("sglext")
-    places = [payload, *_choices(payload)]
+    places = [payload, *choices_of(payload)]
     found = [_ids(place.get("prompt_token_ids")) for place in places]
     found.append(_ids(extension.get("input_ids")) if isinstance(extension, dict) else None)
     return next((ids for ids in found if ids is not None), None)
@@ -43,7 +49,7 @@ def sampled(endpoint: Endpoint, payload: Any) -> list[Sampled]:
     extension = payload.get("sglext")
     output_ids = extension.get("output_ids") if isinstance(extension, dict) else None
     result = []
-    for place, choice in enumerate(_choices(payload)):
+    for place, choice in enumerate(choices_of(payload)):
         index = choice["index"] if isinstance(choice.get("index"), int) else place
         meta = choice.get("meta_info")
         triples = meta.get("output_token_logprobs") if isinstance(meta, dict) else None
@@ -62,11 +68,6 @@ def sampled(endpoint: Endpoint, payload: Any) -> list[Sampled]:
         if ids is not None or logprobs is not None:
             result.append(Sampled(index, ids, logprobs))
     return result
-
-
-def _choices(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    choices = payload.get("choices")
-    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 def _ids(value: Any) -> list[int] | None:
