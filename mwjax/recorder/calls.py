@@ -187,9 +187,8 @@ def _response(
     if not body.size:
         return {}, []
     if opaque:
-        return _opaque("response", body.data(), secrets, bool(patterns)), [
-            ("malformed_response", "cannot be described")
-        ]
+        error = ("malformed_response", "something in request or answer has no place in JSON")
+        return _opaque("response", body.data(), secrets, bool(patterns)), [error]
     if not exchange.stream:
         value = _payload("response", body, headers, secrets, (), hits)
         if "response" not in value:
