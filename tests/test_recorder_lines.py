@@ -143,6 +143,14 @@ def test_a_field_is_redacted_by_its_name_in_the_answer_or_in_its_stream(endpoint
     assert value["ids_withheld"] is True
 
 
+def test_what_the_line_repeats_of_an_answer_is_redacted_too():
+    answer = {"choices": [{"token_ids": [1], "logprobs": None}], "prompt_token_ids": [2], "usage": {"total_tokens": 3}}
+    value = as_object(exchange(answer), [pattern("usage")])
+    assert value["usage"] == value["response"]["usage"] == "[redacted]" and value["prompt_ids"] == [2]
+    value = as_object(exchange(answer), [pattern("completion_ids")])
+    assert value["completions"] == [{"index": 0, "completion_ids": "[redacted]"}]
+
+
 @pytest.mark.parametrize(
     ("status", "answer"),
     [

@@ -118,6 +118,7 @@ def test_redaction_names_fields_by_path_and_by_name():
     assert paths("metadata.user") == {"metadata.user"}
     assert paths("messages.*.content") == paths("messages[*].content") == {"messages.0.content", "messages.1.content"}
     assert paths("messages[1].**.te*") == {"messages.1.content.0.text"}
+    assert paths("messages.**") == {"messages.0", "messages.1"} and paths("**") == set(value)
     assert paths("user.x", "nothing") == set()
     hidden, _ = redaction.redacted(value, [redaction.pattern("messages.*.content")])
     assert hidden["messages"] == [{"name": "n", "content": "[redacted]"}, {"content": "[redacted]"}]

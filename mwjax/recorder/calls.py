@@ -174,8 +174,9 @@ def as_object(exchange: Exchange, patterns: Sequence[Pattern] = (), *, opaque: b
         for name in HOLDS_IDS:
             value.pop(name, None)
         value = {**value, **redacted({"response": value.get("response")}, SPELLS_TEXT)[0], "ids_withheld": True}
-    # A redacted field of the line itself: ids and completions have no other home.
-    value.update(redacted({k: value[k] for k in ("prompt_ids", "completions") if value.get(k)}, patterns)[0])
+    # These are copies of what a pattern may name, or have no other home.
+    own = ("prompt_ids", "completions", "engine_info", "usage")
+    value.update(redacted({name: value[name] for name in own if value.get(name)}, patterns)[0])
     return {key: entry for key, entry in value.items() if entry is not None and entry != {} and entry != []}
 
 

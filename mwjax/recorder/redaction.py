@@ -62,6 +62,8 @@ def pattern(field: str) -> Pattern:
     steps = tuple(re.sub(r"\[(\d+|\*)\]", r".\1", field).split("."))
     if not all(steps):
         raise ValueError(f"--redact {field!r}: give a field as in user, metadata.user_id or messages.*.content")
+    if steps[-1] == "**":  # all below: what is right below takes the rest with it
+        steps = (*steps[:-1], "*")
     return steps if len(steps) > 1 else ("**", *steps)
 
 
