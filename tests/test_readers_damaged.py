@@ -1,4 +1,5 @@
-"""Whatever is in a file, readers of messages give no traceback: what cannot be read is refused with its reason."""
+"""Whatever is in a file, readers give no traceback: what cannot be read is refused with its reason, and every record of
+formats with token ids is accounted for."""
 
 from __future__ import annotations
 
@@ -10,13 +11,31 @@ from pathlib import Path
 import pytest
 
 from mwjax.rollouts import Refusal
-from mwjax.rollouts.readers import Found, Remark, atif, chat_log, claude_code, codex, har, opencode, qwen_code
+from mwjax.rollouts.errors import RolloutFileError
+from mwjax.rollouts.readers import (
+    Found,
+    Options,
+    Remark,
+    atif,
+    chat_log,
+    claude_code,
+    codex,
+    detect,
+    har,
+    import_files,
+    opencode,
+    qwen_code,
+)
 from tests.test_readers_atif import trajectory
 from tests.test_readers_claude_code import compacted, text, use
+from tests.test_readers_formats import FIXTURES
 from tests.test_readers_requests import GO, READ, anthropic, archive, chat, entry, events, responses, said, text_item
 from tests.test_readers_sessions import OPTIONS, SESSIONS
 
-JUNK = (None, 7, -1.5, True, "", "junk", [], {}, [[]], [None], {"type": "junk"}, [{"type": "text"}], {"text": 3})
+JUNK = (
+    *(None, 7, -1.5, True, "", "junk", [], {}, [[]], [None], {"type": "junk"}, [{"type": "text"}], {"text": 3}),
+    *(float("nan"), float("inf"), 10**30, [0.5], [[1, 2], [3]], "\ud800", [10**12], "[1, 2", {"a": {"b": {}}}),
+)
 
 
 def lines(path):
@@ -83,7 +102,63 @@ def test_damage_is_refused_and_never_a_traceback(tmp_path, name):
     reader, records = seeds()[name]
     path = tmp_path / "log.jsonl"
     chance = random.Random(0)
-    for _ in range(100):
+    for _ in range(50):
         path.write_text("".join(json.dumps(each) + "\n" for each in damaged(records, chance)))
         for item in reader.read(str(path), OPTIONS):
             assert isinstance(item, (Found, Refusal, Remark))
+
+
+def recorded():
+    """A log of mwjax record, and one of an engine."""
+    messages = [{"role": "user", "content": "Go on then and do it"}]
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Yes"}}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    call = {
+        "format": "mwjax-call/1",
+        **{"id": "c1", "session": "s", "session_from": "header x-session-id", "started": 1.0},
+        **{"endpoint": "chat.completions", "engine": "vllm", "prompt_ids": [1, 2, 3], "usage": usage},
+        "completions": [{"index": 0, "completion_ids": [4, 5], "logprobs": [-0.1, -0.2]}],
+        "request": {"messages": messages, "temperature": 1.0, "tools": [READ]},
+        "response": {"id": "r1", "choices": [choice]},
+        **{"engine_info": {"0": {"weight_version": "3"}}, "error": None, "truncated": {}},
+    }
+    logprobs = {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}
+    response = {
+        "id": "r1",
+        "prompt_token_ids": [1, 2, 3],
+        "choices": [{**choice, "token_ids": [4, 5], "logprobs": logprobs}],
+        "usage": usage,
+    }
+    exchange = {"session": "s", "started": 1.0, "request": {"messages": messages}, "response": response}
+    return {"mwjax": [call, {**call, "id": "c2"}], "engine": [exchange, exchange]}
+
+
+IDS = (
+    "agent_lightning_events.jsonl",
+    "agent_lightning_spans.jsonl",
+    "agent_lightning_triplets.jsonl",
+    "areal_rows.jsonl",
+    "trl_rollout_func.jsonl",
+    "trl_rows.jsonl",
+    "verifiers_steps.jsonl",
+    "verifiers_traces.jsonl",
+    "verl_rows.jsonl",
+)
+
+
+@pytest.mark.parametrize("name", ["mwjax", "engine", *IDS])
+def test_damaged_records_with_ids_are_all_accounted_for(tmp_path, name):
+    form, records = (detect(str(FIXTURES / name)).NAME, lines(FIXTURES / name)) if name in IDS else (name, None)
+    records = recorded()[name] if records is None else records
+    path = tmp_path / "log.jsonl"
+    chance = random.Random(0)
+    for _ in range(50):
+        broken = damaged(records, chance)
+        path.write_text("".join(json.dumps(each) + "\n" for each in broken))
+        try:
+            done = import_files([str(path)], tmp_path / "out.jsonl", format=form, options=Options(), overwrite=True)
+        except RolloutFileError:
+            continue
+        # A first line that is a list is an array of records, and an episode of verifiers may hold several traces.
+        if not isinstance(broken[0], list) and name != "verifiers_traces.jsonl":
+            assert done.records == len(broken), done.account()

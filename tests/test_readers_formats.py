@@ -279,7 +279,7 @@ def test_text_dumps_are_refused_with_the_reason(tmp_path):
         ("areal_rows.jsonl", {"rewards": ["high"]}, "reward", "must be a number"),
         ("trl_rows.jsonl", {"tool_mask": [1, 1, 2, 1, 1]}, "tool_mask[6]", "is 2, must be 0 or 1"),
         ("trl_rows.jsonl", {"sampling_per_token_logps": [0.5] * 5}, "logprobs", "must not be positive"),
-        ("verl_rows.jsonl", {"response_mask": [1]}, "response_mask", "has 1 entries for 10 ids of the response"),
+        ("verl_rows.jsonl", {"response_mask": [1]}, "response_mask", "has 1 entries for 10 ids"),
         (
             "verifiers_steps.jsonl",
             {"trajectory": [{"tokens": None, "trajectory_id": "t"}]},

@@ -128,13 +128,18 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it is empty"),
-        ('{"a": 1}\n', r"no known format \(its first record has a\)"),
-        ("words\n", "no known format"),
+        (b"", "it is empty"),
+        (b"\n \n", "it is empty"),
+        (gzip.compress(b""), "it is empty"),
+        (b'{"a": 1}\n', r"no known format \(its first record has a\)"),
+        (b"words\n", r"no known format \(line 1 is not JSON: "),
+        ('{"a": 1}\n'.encode("utf-16"), "no known format .*save it as UTF-8"),
+        (b'{"log": {"entries": [{"request": ', r"no known format \(line 1 the line ends early .* it was cut off"),
+        (gzip.compress(b'{"a": 1}')[:12], r"no known format \(the compressed data is damaged"),
     ],
 )
 def test_a_file_of_no_known_format_is_refused_whole(text, reason, tmp_path):
-    (tmp_path / "log").write_text(text)
+    (tmp_path / "log").write_bytes(text)
     with pytest.raises(RolloutFileError, match=reason):
         import_files([str(tmp_path / "log")], tmp_path / "out.jsonl")
 

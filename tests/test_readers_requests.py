@@ -4,9 +4,12 @@ keeps to itself."""
 from __future__ import annotations
 
 import base64
+import gzip
 import json
+import zlib
 
 import pytest
+import zstandard
 
 from mwjax.cli import main
 from mwjax.rollouts import Refusal
@@ -313,7 +316,7 @@ def test_anthropic_messages_read_as_chat(tmp_path):
 def test_hidden_thinking_makes_the_context_incomplete(tmp_path):
     blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Rope."}]
     (rollout,), _ = read(write(tmp_path, [anthropic([user("Go")], blocks, "m1")]))
-    assert rollout.meta["context_incomplete"] == ["thinking (it is encrypted)"]
+    assert rollout.meta["context_incomplete"] == ["thinking (encrypted, summed up or left out)"]
 
 
 def archive(*entries):
@@ -359,6 +362,65 @@ def test_streams_in_an_http_archive_are_put_together(tmp_path):
     (rollout,), others = read(str(path), reader=har)
     assert rollout.id == "s7" and len(rollout.turns) == 2 and not junctions(rollout)
     assert sorted(other.kind for other in others if isinstance(other, Remark)) == ["empty", "warning"]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, zstandard.compress])
+def test_bodies_in_base64_and_compressed_are_read(tmp_path, pack):
+    stream = events({"id": "r1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": "Rope."}}]})
+    one = entry("/chat/completions", {"model": "m", "messages": GO}, stream, 1)
+    for content in (one["request"]["postData"], one["response"]["content"]):
+        content.update(text=base64.b64encode(pack(content["text"].encode())).decode(), encoding="base64")
+    path = tmp_path / "calls.har"
+    path.write_text(json.dumps(archive(one)))
+    (rollout,), _ = read(str(path), reader=har)
+    assert "Go" in decoded(rollout, 0)
+    assert rendering_for("test", OPTIONS).decode(rollout.turns[0].completion_ids.tolist()).startswith("Rope.")
+
+
+def test_chunks_in_a_list_are_put_together_and_what_is_no_response_is_refused(tmp_path):
+    chunks = [{"id": "r1", "choices": [{"index": 0, "delta": {"content": part}}]} for part in ("Ro", "pe.")]
+    log = [{**chat(GO, said(""), ""), "response": each} for each in (chunks, "upstream died", None)]
+    (rollout,), (refusal, remark) = read(write(tmp_path, log))
+    assert rendering_for("test", OPTIONS).decode(rollout.turns[0].completion_ids.tolist()).startswith("Rope.")
+    assert (refusal.line, refusal.field) == (2, "response") and "is no response" in refusal.reason
+    assert (remark.line, remark.kind, remark.reason) == (3, "empty", "there is no response")
+
+
+@pytest.mark.parametrize(
+    ("message", "usage", "hidden"),
+    [
+        ({"reasoning_details": [{"type": "reasoning.text", "text": "Think."}]}, {}, False),
+        ({"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}, {}, True),
+        ({"reasoning_details": [{"type": "reasoning.summary", "summary": "Thought."}]}, {}, True),
+        ({}, {"completion_tokens_details": {"reasoning_tokens": 7}}, True),
+        ({"reasoning_content": "Think."}, {"completion_tokens_details": {"reasoning_tokens": 7}}, False),
+        ({}, {"completion_tokens_details": {"reasoning_tokens": 0}}, False),
+    ],
+)
+def test_thinking_in_any_form_is_rendered_or_said_to_be_missing(tmp_path, message, usage, hidden):
+    one = chat(GO, said("Rope.", **message), "r1")
+    one["response"]["usage"] = usage
+    (rollout,), _ = read(write(tmp_path, [one]))
+    assert ("context_incomplete" in rollout.meta) == hidden
+    text = rendering_for("test", OPTIONS).decode(rollout.turns[0].completion_ids.tolist())
+    assert ("Think." in text) == (not hidden and bool(message))
+
+
+def test_reasoning_items_without_their_text_make_the_context_incomplete(tmp_path):
+    items = [{"type": "reasoning", "id": "rs", "summary": []}, text_item("Rope.")]
+    (rollout,), _ = read(write(tmp_path, [responses([{"role": "user", "content": "Go"}], items, "r1")]))
+    assert rollout.meta["context_incomplete"] == ["thinking (encrypted, summed up or left out)"]
+
+
+@pytest.mark.parametrize("unit", [1, 1e3, 1e6, 1e9])
+def test_times_are_seconds_or_fractions_of_them_and_order_the_calls(tmp_path, unit):
+    later = chat([*GO, said("Rope."), user("And now?")], said("Done."), "r2")
+    log = [
+        {**later, "timestamp": 1.8e9 * unit + 2 * unit},
+        {**chat(GO, said("Rope."), "r1"), "timestamp": 1.8e9 * unit},
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert "And now?" not in decoded(rollout, 0) and "And now?" in decoded(rollout, 1)
 
 
 def test_an_archive_without_contents_says_what_to_do(tmp_path):

@@ -100,7 +100,8 @@ def json_value(line: Line) -> Any:
     try:
         text = line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise RecordError("", f"is not UTF-8 text (byte {error.start + 1})") from None
+        advice = "; it is UTF-16: save it as UTF-8" if line.data.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+        raise RecordError("", f"is not UTF-8 text (byte {error.start + 1}){advice}") from None
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:

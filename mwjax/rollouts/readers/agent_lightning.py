@@ -30,7 +30,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.sessions import Session, at, members, refused, rollouts_of
+from mwjax.rollouts.readers.sessions import Session, at, members, name_in, refused, rollouts_of, time_in
 
 NAME = "agent-lightning"
 DESCRIPTION = "events, spans and triplets of Agent Lightning"
@@ -147,8 +147,8 @@ def _of_request(record: Record, number_: int, data: Mapping[str, Any], options: 
         options=options,
         settings={**request, **members(data.get("adjusted_params"))},
         usage=data.get("usage"),
-        time=float(record.value.get("timestamp") or 0.0),
-        name=response.get("id"),
+        time=time_in(record.value, "timestamp") or 0.0,
+        name=name_in(response, "id"),
         prompt_field="data.prompt_token_ids",
     )
 
@@ -186,8 +186,8 @@ def _of_span(
         engine="vllm",
         options=options,
         settings=settings,
-        time=float(record.value.get("sequence_id") or 0.0),
-        name=next((attributes[name] for name in RESPONSE_NAMES if name in attributes), None),
+        time=time_in(record.value, "sequence_id") or 0.0,
+        name=next((str(attributes[name]) for name in RESPONSE_NAMES if attributes.get(name)), None),
         prompt_field="attributes.prompt_token_ids",
     )
 

@@ -19,7 +19,7 @@ from mwjax.rollouts.errors import RecordError
 from mwjax.rollouts.fields import described
 from mwjax.rollouts.readers.reader import Head, Item, Options
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.rows import ROLLOUT, Row, first, flat, read_rows
+from mwjax.rollouts.readers.rows import ROLLOUT, Row, entries, first, flat, read_rows
 from mwjax.rollouts.readers.settings import sampling_settings
 
 NAME = "areal"
@@ -62,12 +62,10 @@ def _rows(record: Record, options: Options) -> Iterator[Row]:
         raise RecordError("rewards", f"has {len(rewards)} entries for {len(ids)} rows")
     name, group = first(value, ROLLOUT), first(value, ("group_id", "group", "task_id", "query_id"))
     for place, own in enumerate(ids):
-        real = columns["attention_mask"][place]
+        cut = {key: entries(column[place], key, own) for key, column in columns.items()}
+        entries(masks[place], "loss_mask", own)
+        real = cut["attention_mask"]
         keep = [k for k in range(len(own)) if real is None or real[k]]
-        cut = {key: None if column[place] is None else column[place] for key, column in columns.items()}
-        for key, entries in {**cut, "loss_mask": masks[place]}.items():
-            if entries is not None and len(entries) != len(own):
-                raise RecordError(key, f"has {len(entries)} entries for {len(own)} ids")
         yield Row(
             ids=[own[k] for k in keep],
             mask=[masks[place][k] for k in keep],

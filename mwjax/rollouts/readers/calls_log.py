@@ -13,7 +13,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.sessions import Session, at, members, refused, rollouts_of
+from mwjax.rollouts.readers.sessions import Session, at, members, name_in, refused, rollouts_of, time_in
 
 NAME = "mwjax"
 DESCRIPTION = "calls.jsonl of mwjax record, with the engine's token ids"
@@ -68,7 +68,7 @@ def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], 
         name, one = str(given), True
     else:
         # A key is shared by all that a harness does; only a header or path tells episodes apart.
-        name = value.get("session") or os.path.basename(path).partition(".")[0]
+        name = name_in(value, "session") or os.path.basename(path).partition(".")[0]
         one = str(value.get("session_from", "")).startswith(("header", "path"))
     return sessions.setdefault(name, Session(name, one))
 
@@ -84,7 +84,7 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
         raise _Nothing(f"the call failed ({error.get('kind')})")
     if value.get("ids_withheld"):
         raise RecordError("ids_withheld", "is true: the ids were redacted with the text that they spell")
-    if "response" in (value.get("truncated") or {}):
+    if "response" in members(value.get("truncated")):
         raise RecordError("truncated.response", "the answer was larger than --max-body-mb; its ids are not all here")
     if error.get("kind") == "malformed_events":
         raise RecordError("malformed_events", "events of the stream could not be read; ids may be missing")
@@ -98,7 +98,7 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
     found = []
     for place, entry in enumerate(map(members, completions)):
         field = f"completions[{place}].completion_ids"
-        choice = entry.get("index", place)
+        choice = entry["index"] if type(entry.get("index")) is int else place
         version = str(at(value, f"engine_info.{choice}.weight_version"))
         found.append(
             Completion(
@@ -117,10 +117,10 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
         endpoint=endpoint,
         request=members(value.get("request")),
         response=response,
-        engine=value.get("engine", "none"),
+        engine=str(value.get("engine", "none")),
         options=options,
         usage=value.get("usage"),
-        time=float(value.get("started") or 0.0),
-        name=response.get("id") or value.get("id"),
+        time=time_in(value, "started") or 0.0,
+        name=name_in(response, "id") or name_in(value, "id"),
         cut_off=error.get("kind") in BROKEN_OFF,
     )

@@ -77,6 +77,9 @@ def from_openai(value: Any, field: str) -> Message:
     reasoning = next(
         (value[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(value.get(key), str)), None
     )
+    if reasoning is None:  # as OpenRouter writes it
+        details = (each for each in listed(value.get("reasoning_details")) if isinstance(each, dict))
+        reasoning = "".join(each["text"] for each in details if isinstance(each.get("text"), str))
     calls = []
     for place, call in enumerate(listed(value.get("tool_calls"))):
         function = call.get("function") if isinstance(call, dict) else None

@@ -1,7 +1,7 @@
 """Requests and responses of the OpenAI and Anthropic APIs without token ids, one exchange a line.
 
 A record holds the request and the response under any of the names of :mod:`engine_log`; a response may be the text of
-an event stream. The rollout of a call is named as there.
+an event stream, or the list of its chunks. The rollout of a call is named as there.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 from mwjax.rollouts.errors import Refusal
 from mwjax.rollouts.fields import described
 from mwjax.rollouts.readers import calls_log, engine_log
-from mwjax.rollouts.readers.event_text import response_in
-from mwjax.rollouts.readers.reader import Head, Item, Options
+from mwjax.rollouts.readers.event_text import from_payloads, response_in
+from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import rendering_for, seconds
+from mwjax.rollouts.readers.rendered import rendering_for
 from mwjax.rollouts.readers.requests import Exchange, endpoint_of, rollouts_of
-from mwjax.rollouts.readers.sessions import at
+from mwjax.rollouts.readers.sessions import name_in, time_in
 
 NAME = "chat"
 DESCRIPTION = "requests and responses of OpenAI's and Anthropic's APIs (no ids: rendered)"
+
+TIMES = ("started", "timestamp", "time", "created_at")
 
 
 def looks_like(head: Head) -> bool:
@@ -50,9 +52,15 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
         if not request:
             yield record.refusal(path, "request", "missing: what the model saw is not in this record")
             continue
-        yield Exchange(
-            number, record.line, request, response, record.value, _session(record.value, options), _time(record.value)
-        )
+        key = next((key for key in engine_log.RESPONSE if record.value.get(key) is not None), None)
+        if key is None:
+            yield Remark("empty", path, record.line, "there is no response")
+            continue
+        if not response and record.value[key]:
+            yield record.refusal(path, key, "is no response: neither an object, nor a stream's text or chunks")
+            continue
+        session, time = _session(record.value, options), time_in(record.value, *TIMES)
+        yield Exchange(number, record.line, request, response, record.value, session, time)
 
 
 def exchange_in(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -66,20 +74,11 @@ def exchange_in(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[s
             return request, given["body"] if isinstance(given.get("body"), dict) else given
         if isinstance(given, str) and (response := response_in(given)) is not None:
             return request, response
+        if isinstance(given, list) and (response := from_payloads(given)) is not None:
+            return request, response
     return request, {}
 
 
 def _session(record: Mapping[str, Any], options: Options) -> str | None:
     fields = (options.session_by,) if options.session_by is not None else engine_log.SESSION
-    found = (at(record, each) for each in fields)
-    return next((str(each) for each in found if isinstance(each, (str, int)) and each != ""), None)
-
-
-def _time(record: Mapping[str, Any]) -> float | None:
-    for key in ("started", "timestamp", "time", "created_at"):
-        value = record.get(key)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str) and (read_ := seconds(value)) is not None:
-            return read_
-    return None
+    return name_in(record, *fields)

@@ -65,7 +65,7 @@ def detect(path: str) -> Reader:
     claims = [reader for reader in READERS.values() if reader.looks_like(beginning)]
     if len(claims) == 1:
         return claims[0]
-    if not beginning.data:
+    if not beginning.data.strip() and not beginning.damage:
         raise RolloutFileError(f"cannot import {path}: it is empty")
     if claims:
         names = " and ".join(reader.NAME for reader in claims)
@@ -75,6 +75,8 @@ def detect(path: str) -> Reader:
     seen = ""
     if beginning.records and isinstance(beginning.records[0], dict):
         seen = f" (its first record has {', '.join(list(beginning.records[0])[:12])})"
+    elif not beginning.records and beginning.damage:
+        seen = f" ({beginning.damage})"
     raise RolloutFileError(
         f"cannot import {path}: no known format{seen}; the formats are listed by mwjax import --formats, and --format "
         "forces one"

@@ -32,7 +32,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.sessions import Session, at, refused, rollouts_of
+from mwjax.rollouts.readers.sessions import Session, name_in, refused, rollouts_of, time_in
 
 NAME = "engine"
 DESCRIPTION = "requests and responses of vLLM or SGLang with token ids, one exchange a line"
@@ -95,11 +95,11 @@ def _exchange(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], options: Options) -> Session:
     fields = (options.session_by,) if options.session_by is not None else SESSION
-    name = next((found for field in fields if isinstance(found := at(value, field), (str, int))), None)
+    name = name_in(value, *fields)
     if name is None:
-        name = os.path.basename(path).partition(".")[0]
-        return sessions.setdefault(str(name), Session(str(name), one=False))
-    return sessions.setdefault(str(name), Session(str(name), one=True))
+        stem = os.path.basename(path).partition(".")[0]
+        return sessions.setdefault(stem, Session(stem, one=False))
+    return sessions.setdefault(name, Session(name, one=True))
 
 
 def _endpoint(response: Mapping[str, Any]) -> Endpoint:
@@ -124,7 +124,6 @@ def _calls(
     meta = response.get("meta_info")
     native = isinstance(meta, dict)
     usage = meta if native else response.get("usage")
-    name = response.get("id") or (meta.get("id") if isinstance(meta, dict) else None) or response.get("request_id")
     return calls_of(
         number,
         record.line,
@@ -137,8 +136,8 @@ def _calls(
         options=options,
         settings=settings if isinstance(settings, dict) else None,
         usage=usage,
-        time=_time(record.value),
-        name=name,
+        time=time_in(record.value, "started", "timestamp", "time") or 0.0,
+        name=name_in(response, "id", "meta_info.id", "request_id"),
         prompt_field="prompt_token_ids",
     )
 
@@ -174,8 +173,3 @@ def _of_sglang(response: Mapping[str, Any]) -> bool:
 def _version(meta: Mapping[str, Any]) -> int | None:
     given = str(meta.get("weight_version", ""))
     return int(given) if given.isdecimal() else None
-
-
-def _time(record: Mapping[str, Any]) -> float:
-    given = [record[name] for name in ("started", "timestamp", "time") if type(record.get(name)) in (int, float)]
-    return float(given[0]) if given else 0.0

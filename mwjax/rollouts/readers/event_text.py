@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from mwjax.rollouts.assembly import assembled
@@ -12,23 +14,25 @@ from mwjax.rollouts.server_events import Splitter, read
 
 def response_in(text: str) -> dict[str, Any] | None:
     """None where it is neither, or holds nothing."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
-    except ValueError:
-        pass
-    else:
-        return value if isinstance(value, dict) else None
+        return from_payloads(value) if isinstance(value, list) else value if isinstance(value, dict) else None
     splitter = Splitter()
-    raw = splitter.feed(text.encode())
+    whole = splitter.feed(text.encode("utf-8", "replace"))
     payloads = []
-    for piece in [*raw, splitter.rest()]:
+    for piece in [*whole, splitter.rest()]:
         event = read(piece)
         if event is None or event.data.strip() == "[DONE]":
             continue
         try:
             payloads.append(json.loads(event.data))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
+    return from_payloads(payloads)
+
+
+def from_payloads(payloads: Sequence[Any]) -> dict[str, Any] | None:
+    """The response that the parsed data of a stream's events make."""
     kinds = [str(each.get("type")) for each in payloads if isinstance(each, dict)]
     endpoint: Endpoint = "chat.completions"
     if any(kind.startswith("response.") for kind in kinds):

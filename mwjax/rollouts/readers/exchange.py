@@ -40,7 +40,7 @@ def calls_of(
     settings: Mapping[str, Any] | None = None,
     usage: Any = None,
     time: float = 0.0,
-    name: Any = None,
+    name: str | None = None,
     cut_off: bool = False,
     prompt_field: str = "prompt_ids",
 ) -> list[Call]:

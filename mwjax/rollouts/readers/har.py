@@ -4,12 +4,17 @@ Anthropic APIs in it, streams included. Other entries are none of a model's and 
 from __future__ import annotations
 
 import base64
+import gzip
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import zstandard
+
 from mwjax.rollouts.errors import Refusal
+from mwjax.rollouts.lines import GZIP_MAGIC, ZSTD_MAGIC
 from mwjax.rollouts.readers.event_text import response_in
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
@@ -53,13 +58,13 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
             if isinstance(status, int) and (status >= 400 or status == 0):
                 yield Remark("empty", path, number, f"the call failed (status {status})")
                 continue
-            request = response_in(str(at(entry, "request.postData.text") or ""))
+            request = response_in(_text(at(entry, "request.postData")))
             if request is None:
                 yield Refusal(path, number, f"{field}.request.postData", "is no JSON: what the model saw is not here")
                 continue
-            response = response_in(_body(entry))
+            response = response_in(_text(at(entry, "response.content")))
             if response is None:
-                reason = "is neither JSON nor a stream of events; save the archive with its contents"
+                reason = "is neither JSON nor a stream of events; save the archive with its contents, not in Brotli"
                 yield Refusal(path, number, f"{field}.response.content", reason)
                 continue
             session = _session(entry, request, options)
@@ -70,14 +75,25 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
         yield Remark("warning", path, 0, reason)
 
 
-def _body(entry: Mapping[str, Any]) -> str:
-    text = str(at(entry, "response.content.text") or "")
-    if at(entry, "response.content.encoding") != "base64":
+def _text(content: Any) -> str:
+    """The text of a content or of post data, which may be in base64, and compressed as it went over the wire."""
+    text = str(at(content, "text") or "")
+    if at(content, "encoding") != "base64":
         return text
     try:
-        return base64.b64decode(text).decode("utf-8", "replace")
-    except ValueError:
+        return _decompressed(base64.b64decode(text)).decode("utf-8", "replace")
+    except (ValueError, OSError, EOFError, zlib.error, zstandard.ZstdError):
         return ""
+
+
+def _decompressed(data: bytes) -> bytes:
+    if data.startswith(GZIP_MAGIC):
+        return gzip.decompress(data)
+    if data.startswith(ZSTD_MAGIC):
+        return zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    # zlib, as "deflate" is on the wire: 32,768 bytes of window, and a header divisible by 31
+    deflated = len(data) > 1 and data[0] & 0x0F == 8 and int.from_bytes(data[:2], "big") % 31 == 0
+    return zlib.decompress(data) if deflated else data
 
 
 def _session(entry: Mapping[str, Any], request: Mapping[str, Any], options: Options) -> str | None:

@@ -44,11 +44,13 @@ class Head(NamedTuple):
     """The beginning of a file, decompressed: its first bytes, and the JSON records that could be parsed from them.
 
     ``records`` holds the first lines of JSON Lines, the first elements of one JSON array, or one whole JSON document.
+    ``damage``: why the first line that is no JSON is none.
     """
 
     path: str
     data: bytes
     records: tuple[Any, ...]
+    damage: str = ""
 
 
 DEFAULT_SAMPLING = Sampling()

@@ -60,19 +60,22 @@ def head(path: str) -> Head:
     except OSError as error:
         raise file_error("read", path, error) from error
     compressed = data.startswith((GZIP_MAGIC, ZSTD_MAGIC))
+    data, damage = b"" if compressed else data, ""
     try:
         for line, value in _values(lines(path)):
             if compressed:
                 data, compressed = line.data[:HEAD_DATA], False
             if isinstance(value, _Array):
                 records += value.elements[:HEAD_RECORDS]
-            elif not isinstance(value, RecordError):
+            elif isinstance(value, RecordError):
+                damage = damage or f"line {line.number} {value.reason}"
+            else:
                 records.append(value)
             if len(records) >= HEAD_RECORDS or line.offset + len(line.data) > HEAD_BYTES:
                 break
-    except DamagedFile:
-        pass
-    return Head(path, data, tuple(records))
+    except DamagedFile as error:
+        damage = damage or error.reason
+    return Head(path, data, tuple(records), damage)
 
 
 class _Array(NamedTuple):

@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.junctions import junction_detail
 from mwjax.rollouts.readers.reader import DEFAULT_SAMPLING, Found, Item, Options, Remark
 from mwjax.rollouts.readers.said import answered, asked
+from mwjax.rollouts.readers.sessions import time_in
 from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Sampling, Turn
 from mwjax.rollouts.rendering import Rendering, RenderingError, load
 
@@ -205,10 +205,7 @@ def with_causes(calls: list[Seen]) -> list[Seen]:
 
 def seconds(timestamp: Any) -> float | None:
     """Of a time in ISO 8601, since 1970."""
-    try:
-        return datetime.fromisoformat(str(timestamp).replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return None
+    return time_in({"time": timestamp}, "time")
 
 
 def continues(before: Call, call: Call) -> bool:

@@ -28,7 +28,7 @@ from mwjax.rollouts.record import Rollout
 from mwjax.rollouts.rendering import Rendering
 
 VOLATILE_LINES = 3  # of a system prompt, which may differ from call to call: a date, a billing header
-HIDDEN = "thinking (it is encrypted)"
+HIDDEN = "thinking (encrypted, summed up or left out)"
 
 
 class Exchange(NamedTuple):
@@ -224,7 +224,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             sampling=sampling_settings(request, options, logprobs="raw"),
             identity=(response["id"], index) if isinstance(response.get("id"), (str, int)) else None,
             options=variables if isinstance(variables, dict) else {},
-            hidden=_hides(response),
+            hidden=_hides(response, answer),
             time=exchange.time,
         )
 
@@ -289,17 +289,22 @@ def _says(answer: chat.Message) -> bool:
     return bool(answer["content"] or answer.get("tool_calls") or answer.get("reasoning_content"))
 
 
-def _hides(response: Mapping[str, Any]) -> bool:
-    """Whether the model thought something that the response does not show."""
+def _hides(response: Mapping[str, Any], answer: chat.Message) -> bool:
+    """Whether the model thought something that the response does not show, or only in summary."""
     for place in ("content", "output"):
-        blocks = response.get(place)
-        for block in blocks if isinstance(blocks, list) else ():
+        for block in chat.listed(response.get(place)):
             kind = block.get("type") if isinstance(block, dict) else None
             if kind == "redacted_thinking" or (kind == "thinking" and not block.get("thinking")):
                 return True
-            if kind == "reasoning" and block.get("encrypted_content") and not block.get("content"):
+            if kind == "reasoning" and not block.get("content"):
                 return True
-    return False
+    for choice in chat.listed(response.get("choices")):
+        kinds = {at(each, "type") for each in chat.listed(at(choice, "message.reasoning_details"))}
+        if kinds - {"reasoning.text"}:
+            return True
+    details = (at(response, f"usage.{name}_tokens_details.reasoning_tokens") for name in ("completion", "output"))
+    thought = any(type(count) is int and count > 0 for count in details)
+    return thought and not answer.get("reasoning_content") and "<think>" not in answer["content"]
 
 
 def _text(value: Any) -> str | None:

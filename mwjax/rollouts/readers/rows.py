@@ -95,6 +95,15 @@ def flat(value: Any, field: str) -> list[list[Any]]:
     return [value]
 
 
+def entries(value: Any, field: str, ids: list[Any]) -> list[Any] | None:
+    """One entry for each id, or None where there are none. Raises RecordError."""
+    if value is not None and not isinstance(value, list):
+        raise RecordError(field, f"is {described(value)}, must be a list")
+    if value is not None and len(value) != len(ids):
+        raise RecordError(field, f"has {len(value)} entries for {len(ids)} ids")
+    return value
+
+
 def first(record: Any, names: Iterable[str]) -> Any:
     """The first of these fields that is there and not null."""
     return next((record[name] for name in names if record.get(name) is not None), None)

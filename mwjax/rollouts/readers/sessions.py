@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record
 from mwjax.rollouts.readers.settings import ratio_warning
 from mwjax.rollouts.record import Rollout
+
+LATEST_TIME = 1e11
 
 
 @dataclass
@@ -50,6 +54,28 @@ def at(value: Any, path: str) -> Any:
         else:
             return None
     return value
+
+
+def time_in(record: Any, *names: str) -> float | None:
+    """Seconds since 1970 from the first of these fields that holds a time in ISO 8601, or a number: of seconds, or of
+    milli-, micro- or nanoseconds where that would be thousands of years from now."""
+    for name in names:
+        value = at(record, name)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30:
+            moment = float(value)
+            while abs(moment) > LATEST_TIME:
+                moment /= 1000
+            return moment
+    return None
+
+
+def name_in(record: Any, *names: str) -> str | None:
+    """The first of these fields that holds a name: text or a whole number."""
+    found = (at(record, name) for name in names)
+    return next((str(each) for each in found if isinstance(each, (str, int)) and each != ""), None)
 
 
 def members(value: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mwjax.rollouts.errors import RecordError
 from mwjax.rollouts.fields import described
 from mwjax.rollouts.readers.reader import Head, Item, Options
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.rows import ROLLOUT, Row, first, flat, read_rows
+from mwjax.rollouts.readers.rows import ROLLOUT, Row, entries, first, flat, read_rows
 from mwjax.rollouts.readers.settings import sampling_settings
 
 NAME = "trl"
@@ -52,17 +52,18 @@ def _rows(record: Record, options: Options) -> Iterator[Row]:
     batched = completions is value["completion_ids"]
     for place, completion in enumerate(completions):
         prompt, mask, own = prompts[place] or [], written[place], logprobs[place]
-        if own is not None:
-            own = [each[0] if isinstance(each, list) and each else each for each in own]
         real, real_prompt = (column[place] for column in unpadded)
-        for name, entries, ids in (
+        for name, ids in (("completion_ids", completion), ("prompt_ids", prompt)):
+            entries(ids, name, ids)
+        for name, given, ids in (
             ("tool_mask", mask, completion),
             ("logprobs", own, completion),
             ("completion_mask", real, completion),
             ("prompt_mask", real_prompt, prompt),
         ):
-            if entries is not None and len(entries) != len(ids):
-                raise RecordError(name, f"has {len(entries)} entries for {len(ids)} ids")
+            entries(given, name, ids)
+        if own is not None:
+            own = [each[0] if isinstance(each, list) and each else each for each in own]
         keep = [k for k in range(len(completion)) if real is None or real[k]]
         kept_prompt = [each for k, each in enumerate(prompt) if real_prompt is None or real_prompt[k]]
         name, group, reward = (

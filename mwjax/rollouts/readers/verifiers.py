@@ -20,11 +20,13 @@ import numpy as np
 
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described, log_probabilities, number, token_ids
+from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.masked import sampled_runs
 from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
 from mwjax.rollouts.readers.said import Asked, answered, asked
-from mwjax.rollouts.readers.sessions import Session, at, check_usage, rollouts_of
+from mwjax.rollouts.readers.sessions import Session, at, check_usage, members, rollouts_of
 from mwjax.rollouts.readers.settings import sampling_settings
 
 NAME = "verifiers"
@@ -86,29 +88,33 @@ def _session(record: Record, trace: Any, options: Options) -> Session:
     session.group = _group(record.value, trace)
     session.reward = _reward(trace)
     session.note(record, options)
-    calls = {call["node"]: call for call in trace.get("calls") or () if isinstance(call, dict) and "node" in call}
-    accepted = {link.get("node") for node in nodes for link in _links(node) if link.get("type") == "compaction"}
+    calls = {call["node"]: call for call in chat.listed(trace.get("calls")) if type(at(call, "node")) is int}
+    linked = (link for node in nodes for link in _links(node) if link.get("type") == "compaction")
+    accepted = {link["node"] for link in linked if type(link.get("node")) is int}
     ids = [_checked(node, f"nodes[{k}]", options) for k, node in enumerate(nodes)]
-    policy = at(record.value, "run.work.policy") or {}
+    policy = members(at(record.value, "run.work.policy"))
     version = policy.get("end") if policy.get("start") == policy.get("end") else None
     for k, node in enumerate(nodes):
         if not node.get("sampled"):
             continue
         route = _route(nodes, k)
         before = [ids[n] for n in route[:-1]]
-        own, mask = ids[k], np.asarray(node.get("mask") or [], bool)
-        sampled = own[mask]
-        if not sampled.size:
+        own = ids[k]
+        runs = sampled_runs(node.get("mask") or [], len(own), f"nodes[{k}].mask")
+        if not runs:
             raise RecordError(f"nodes[{k}].mask", "has no sampled id: this message was not recorded with token ids")
-        first = int(mask.argmax())
-        if not mask[first : first + sampled.size].all():
+        if len(runs) > 1:
             raise RecordError(f"nodes[{k}].mask", "the sampled ids of one message must be in one piece")
+        first, end = runs[0]
+        sampled = own[first:end]
         logprobs = node.get("logprobs") or None
         call = calls.get(k, {})
         usage = call.get("usage")
         prompt = np.concatenate([*before, own[:first]])
         if isinstance(usage, dict):
-            usage = {**usage, "prompt_tokens": usage.get("prompt_tokens", 0) + (usage.get("cached_input_tokens") or 0)}
+            counts = (usage.get("prompt_tokens"), usage.get("cached_input_tokens") or 0)
+            if all(type(count) is int for count in counts):
+                usage = {**usage, "prompt_tokens": sum(counts)}
             try:
                 check_usage(usage, len(prompt), len(sampled))
             except RecordError as error:
@@ -124,7 +130,7 @@ def _session(record: Record, trace: Any, options: Options) -> Session:
                 if logprobs is None
                 else log_probabilities(logprobs, f"nodes[{k}].logprobs", len(sampled)),
                 sampling=sampling_settings(
-                    call.get("sampling") or {}, options, logprobs="raw", field=f"calls of node {k}: sampling"
+                    members(call.get("sampling")), options, logprobs="raw", field=f"calls of node {k}: sampling"
                 ),
                 finish_reason=call.get("finish_reason"),
                 policy_version=version,
@@ -140,10 +146,7 @@ def _checked(node: Any, field: str, options: Options) -> np.ndarray:
     """The ids that a node adds."""
     if not isinstance(node, dict):
         raise RecordError(field, f"is {described(node)}, must be an object")
-    ids = token_ids(node.get("token_ids") or [], f"{field}.token_ids", options.vocab_size)
-    if node.get("sampled") and len(node.get("mask") or []) != len(ids):
-        raise RecordError(f"{field}.mask", f"has {len(node.get('mask') or [])} entries for {len(ids)} token ids")
-    return ids
+    return token_ids(node.get("token_ids") or [], f"{field}.token_ids", options.vocab_size)
 
 
 def _route(nodes: list[dict[str, Any]], k: int) -> list[int]:
@@ -157,37 +160,38 @@ def _route(nodes: list[dict[str, Any]], k: int) -> list[int]:
 
 
 def _links(node: Any) -> list[dict[str, Any]]:
-    links = node.get("semantic_parents") if isinstance(node, dict) else None
-    return [link for link in links or () if isinstance(link, dict)]
+    return [link for link in chat.listed(at(node, "semantic_parents")) if isinstance(link, dict)]
 
 
 def _asked(route: list[dict[str, Any]]) -> Asked | None:
     found = asked("chat.completions", {"messages": [_openai(node.get("message")) for node in route]})
-    tools = tuple(sorted(str(tool.get("name")) for tool in route[0].get("tools") or ())) if route else ()
+    tools = tuple(sorted(str(at(tool, "name")) for tool in chat.listed(route[0].get("tools")))) if route else ()
     return None if found is None else found._replace(tools=tools)
 
 
 def _openai(message: Any) -> Any:
     """verifiers has a tool call's name and arguments beside its id."""
-    if not isinstance(message, dict) or not message.get("tool_calls"):
+    if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list):
         return message
     calls = [
-        {"id": call.get("id"), "type": "function", "function": {k: call.get(k) for k in ("name", "arguments")}}
+        {"id": at(call, "id"), "type": "function", "function": {k: at(call, k) for k in ("name", "arguments")}}
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
 
 
 def _reward(trace: Mapping[str, Any]) -> float | None:
-    rewards = trace.get("rewards") or {}
-    given = {name: reward for name, reward in rewards.items() if isinstance(reward, dict)}
-    if not given:
-        return None
+    given = trace.get("rewards") or {}
+    if not isinstance(given, dict):
+        raise RecordError("rewards", f"is {described(given)}, must be an object")
     total = 0.0
-    for name, reward in given.items():
+    scores = {name: reward for name, reward in given.items() if reward is not None}
+    for name, reward in scores.items():
+        if not isinstance(reward, dict):
+            raise RecordError(f"rewards.{name}", f"is {described(reward)}, must be an object with a score")
         weight = number(reward.get("weight", 1.0), f"rewards.{name}.weight")
         total += weight * number(reward.get("score"), f"rewards.{name}.score")
-    return total
+    return total if scores else None
 
 
 def _group(episode: Mapping[str, Any], trace: Mapping[str, Any]) -> str | None:

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from mwjax.rollouts.errors import RecordError
-from mwjax.rollouts.fields import described
+from mwjax.rollouts.fields import described, number
 from mwjax.rollouts.readers.reader import Head, Item, Options
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.rows import ROLLOUT, Row, first, read_rows
+from mwjax.rollouts.readers.rows import ROLLOUT, Row, entries, first, read_rows
 from mwjax.rollouts.readers.settings import sampling_settings
 
 NAME = "verl"
@@ -60,14 +60,12 @@ def _row(record: Record, options: Options) -> Row:
     mask = _list(value.get("response_mask"), "response_mask")
     logprobs = first(value, ("response_logprobs", "rollout_log_probs"))
     for name, given in (("response_mask", mask), ("response_logprobs", logprobs)):
-        if given is not None and len(given) != len(response):
-            raise RecordError(name, f"has {len(given)} entries for {len(response)} ids of the response")
+        entries(given, name, response)
     real = value.get("attention_mask")
     if real is None and padded:
         raise RecordError("attention_mask", f"missing: {names[0]} and {names[1]} are padded, and only it says how far")
-    if real is not None and len(real) != len(prompt) + len(response):
-        raise RecordError("attention_mask", f"has {len(real)} entries for {len(prompt) + len(response)} ids")
     ids = [*prompt, *response]
+    entries(real, "attention_mask", ids)
     keep = [k for k in range(len(ids)) if real is None or real[k]]
     whole_mask = [*[0] * len(prompt), *mask]
     whole_logprobs = None if logprobs is None else [*[0.0] * len(prompt), *logprobs]
@@ -98,4 +96,6 @@ def _reward(value: dict[str, Any]) -> float | None:
     """A rollout's reward, or the sum of what verl spreads over the response's ids."""
     whole = first(value, ("reward_score", "score", "reward"))
     spread = first(value, ("token_level_scores", "rm_scores", "token_level_rewards"))
-    return float(sum(spread)) if whole is None and isinstance(spread, list) else whole
+    if whole is not None or not isinstance(spread, list):
+        return whole
+    return sum(number(each, "token_level_scores") for each in spread)
