@@ -50,7 +50,9 @@ def program(upstream, folder, *options, before=(), **environment):
         yield base, process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 def calls_in(folder):
@@ -97,6 +99,15 @@ def test_a_killed_recorder_loses_the_open_call_only_and_goes_on(engine, tmp_path
     assert stdout == f"{tmp_path}/calls.jsonl: calls 1, sessions 1, failed 0\n"
     calls = calls_in(tmp_path)
     assert [each["session"] for each in calls] == ["0", "1", "2", "3"] and len({each["id"] for each in calls}) == 4
+
+
+def test_it_goes_on_when_nobody_reads_its_messages(engine, tmp_path):
+    with program(engine.url, tmp_path) as (base, process):
+        process.stderr.close()
+        for _ in range(2):  # the first says what the engine is, the second that it is recorded as text only
+            body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'
+            assert call(base, PATH, body=body, timeout=10).status == 200
+        assert [each["engine"] for each in calls_in(tmp_path)] == ["vllm"] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

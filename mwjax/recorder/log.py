@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import sys
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from mwjax.recorder.calls import Exchange, as_object
 from mwjax.recorder.redaction import Pattern
+from mwjax.recorder.stderr import tell
 from mwjax.rollouts.errors import RolloutFileError, file_error
 from mwjax.rollouts.journal import Journal
 from mwjax.rollouts.storage import is_local
@@ -94,7 +94,7 @@ class CallLog:
             try:
                 self._journal.sync()
             except RolloutFileError as error:
-                print(f"mwjax: {error}", file=sys.stderr)
+                tell(str(error))
             self._ended.wait(SYNC_SECONDS)
 
     def _append(self, items: list[_Item]) -> None:
@@ -109,7 +109,7 @@ class CallLog:
                 self.failed += failed
             except RolloutFileError as error:
                 self.lost += len(lines)
-                print(f"mwjax: {len(lines)} call(s) not recorded: {error}", file=sys.stderr)
+                tell(f"{len(lines)} call(s) not recorded: {error}")
         for loop in {item.loop for item in items}:
             done = [item.written for item in items if item.loop is loop]
             try:
@@ -126,7 +126,7 @@ class CallLog:
                 return as_line(value), "error" in value
             except Exception as error:
                 done = "not recorded" if opaque else "recorded as text only"
-                print(f"mwjax: a call is {done}: {type(error).__name__}", file=sys.stderr)
+                tell(f"a call is {done}: {type(error).__name__}")
         return b"", False
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -23,6 +22,7 @@ from mwjax.recorder.content_codings import decoded, decoder
 from mwjax.recorder.endpoints import Endpoint, endpoint_of, error_body
 from mwjax.recorder.json_text import loads, with_members
 from mwjax.recorder.log import CallLog
+from mwjax.recorder.stderr import tell
 from mwjax.recorder.upstream import FAILURES, Settings, Upstream, closing, no_answer, passed, words
 from mwjax.rollouts.server_events import Splitter
 
@@ -224,10 +224,9 @@ class Proxy:
         upstream = await self._upstream.send(request.method, target, unchanged, start)
         if upstream.status < 400:
             self._refused.add(kind)
-            print(
-                f"mwjax: this engine refuses to be asked for token ids on {exchange.endpoint}"
-                f"{' streams' if kind[1] else ''} ({exchange.asked_refused[0]}): recording without them",
-                file=sys.stderr,
+            tell(
+                f"this engine refuses to be asked for token ids on {exchange.endpoint}"
+                f"{' streams' if kind[1] else ''} ({exchange.asked_refused[0]}): recording without them"
             )
         return upstream
 

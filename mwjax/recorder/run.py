@@ -18,6 +18,7 @@ from rich.console import Console
 
 from mwjax.recorder.log import CallLog
 from mwjax.recorder.redaction import pattern
+from mwjax.recorder.stderr import tell
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -71,7 +72,7 @@ def run(
     try:
         proxy = Proxy(settings, log)
         if log.torn:
-            print(f"mwjax: {log.torn}", file=sys.stderr)
+            tell(log.torn)
         _allow_many_files()
         switch = sys.getswitchinterval()
         sys.setswitchinterval(0.0005)  # the thread that writes calls down must not hold up the streams
@@ -129,14 +130,14 @@ async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable
                 say(text)
             sys.stdout.flush()
             if not _is_loopback(host):
-                print(f"mwjax: whoever can reach {host}:{bound} can use the engine", file=sys.stderr)
+                tell(f"whoever can reach {host}:{bound} can use the engine")
             counter = asyncio.create_task(_count(proxy))
             await stop.wait()
             counter.cancel()
             await site.stop()
             proxy.stopping = True
             if proxy.open:
-                print(f"mwjax: finishing {proxy.open} open call(s); again to stop at once", file=sys.stderr)
+                tell(f"finishing {proxy.open} open call(s); again to stop at once")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
                     while proxy.open and not now.is_set():

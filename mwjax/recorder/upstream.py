@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mwjax.recorder.content_codings import decoded
 from mwjax.recorder.endpoints import endpoint_of
 from mwjax.recorder.json_text import loads
 from mwjax.recorder.sessions import KEY_HEADERS
+from mwjax.recorder.stderr import tell
 
 # RFC 9110, section 7.6.1: these concern one connection, not the message. Expect is answered here.
 HOP_BY_HOP = frozenset(
@@ -108,7 +108,7 @@ class Upstream:
                 self._engine = await self._probe({k: v for k, v in headers.items() if k in KEY_HEADERS})
                 self._probed = time.monotonic()  # whoever waited for this answer does not ask again
                 if self._engine is not None:
-                    print(f"mwjax: the engine is {_described(self._engine)}", file=sys.stderr)
+                    tell(f"the engine is {_described(self._engine)}")
             return self._engine or "none"
 
     async def _probe(self, headers: Mapping[str, str]) -> Engine | None:
