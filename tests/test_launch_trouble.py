@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mwjax.launch import cloud as client
-from mwjax.launch import supervise
+from mwjax.launch import job, supervise
 from mwjax.launch.job import Job
 from tests import launching
 from tests.fake_cloud import Cloud, wait_until
@@ -29,11 +29,11 @@ def test_a_secret_reaches_the_job_in_no_command_and_no_output(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     options = ("--env", "HF_TOKEN", "--env", "PLAIN=seen")
-    job = shell('printf %s "$HF_TOKEN" > got; echo "$PLAIN"')
-    assert launch(cloud, *job, options=(*options, "--dry-run")) == 0
+    prints = shell('printf %s "$HF_TOKEN" > got; echo "$PLAIN"')
+    assert launch(cloud, *prints, options=(*options, "--dry-run")) == 0
     dry = capsys.readouterr().out
-    assert "with HF_TOKEN as set here" in dry and "secret" in dry and "of two lines" not in dry
-    assert launch(cloud, *job, options=options) == 0
+    assert "written for the copy, with HF_TOKEN" in dry and "secret" in dry and "of two lines" not in dry
+    assert launch(cloud, *prints, options=options) == 0
     for host in ("job.0", "job.1"):
         folder = cloud.host(host) / "mwjax-launch"
         assert (folder / "got").read_text() == SECRET
@@ -43,6 +43,14 @@ def test_a_secret_reaches_the_job_in_no_command_and_no_output(
     assert lines_of(said.out, "0") == ["seen"]
     assert "two lines" not in said.out + said.err + json.dumps(cloud.calls())
     assert not list(cloud.folder.glob("cache/**/secrets"))  # gone once it is copied
+
+
+def test_what_is_called_a_key_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "from here")
+    given = ["WANDB_API_KEY=w", "hf_token=h", "KEYS=plain", "A", "B=1", "B=2", "A=given"]
+    made = job.plan(launching.machines("v6e-8"), ["x"], bucket=None, environment=given, counted=False)
+    assert dict(made.secrets) == {"WANDB_API_KEY": "w", "hf_token": "h"}
+    assert dict(made.environment) == {"PYTHONUNBUFFERED": "1", "KEYS": "plain", "B": "2", "A": "given"}
 
 
 def test_another_value_of_a_secret_is_no_other_job() -> None:

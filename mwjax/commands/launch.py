@@ -28,8 +28,8 @@ are paid for until they are deleted: see --rm. Machines that somebody deletes me
 \b
 Before: install the Google Cloud CLI, gcloud auth login, enable the TPU API; ssh-add the key if it has a passphrase.
 The machines' service account must be able to write to the bucket. Copy data and models into the bucket: the hosts do
-not see this machine's files. Secrets: --env HF_TOKEN --env WANDB_API_KEY, without a value, take it from here and are in
-no command line.
+not see this machine's files. Secrets: --env HF_TOKEN --env WANDB_API_KEY take their values from here. They, and what
+is called a token, key, secret or password, are shown nowhere and are in no command line of ours.
 
 \b
 Exit status: the job's; 2 where it could not be launched, 130 after Ctrl-C. Not tried on real TPU machines yet.

@@ -27,7 +27,7 @@ def lines(job: Job, *, given_wheel: str | None, max_restarts: int, poll: float, 
     yield from _phase(f"Install; {every}", [])
     yield shlex.join(commands.prepare(machines, hosts[0].node))
     if job.secrets:
-        yield f"# {remote.SECRETS}: written for the copy, with {', '.join(name for name, _ in job.secrets)} as set here"
+        yield f"# {remote.SECRETS}: written for the copy, with {', '.join(name for name, _ in job.secrets)}"
     yield shlex.join(commands.copy(machines, hosts[0].node, (Path(built), *job.files, *secrets_file(job))))
     name = built.rpartition("/")[2]
     yield shlex.join(commands.ssh(machines, hosts[0], remote.install(job, name, digest)))

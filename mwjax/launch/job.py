@@ -16,6 +16,7 @@ from mwjax.launch.topologies import Slice
 Capacity = Literal["on-demand", "spot", "reserved"]
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 BUCKET = re.compile(r"gs://[a-z0-9][-_.a-z0-9]*(/[^\s/]+)*/*")
+SECRET = re.compile(r".*(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)", re.IGNORECASE)  # names of variables that hold one
 ELSEWHERE = ("gs://", "s3://", "http://", "https://")  # names that mean the same on every machine
 
 
@@ -107,8 +108,9 @@ def plan(
 
     words: ``CONFIG.yaml KEY=VALUE...`` for ``mwjax train``, or any command. With a ``bucket``, jax's compilation cache
     is kept there and, unless configuration or options name another in a bucket, the run directory. environment:
-    ``NAME=VALUE``, or ``NAME`` for a secret whose value this process's environment has. counted: let every process
-    check how many hosts there are and how many devices each has.
+    ``NAME=VALUE``, or ``NAME`` for a secret whose value this process's environment has; what is called a token, a key
+    or the like is a secret anyway. counted: let every process check how many hosts there are and how many devices each
+    has.
 
     Raises LaunchError or ConfigError for whatever would fail only once the machines are paid for: an option that does
     not exist, a run directory that goes with the hosts, a file that is not on them.
@@ -183,13 +185,9 @@ def _environment(
         name, equals, value = pair.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise LaunchError(f"--env {pair}: expected NAME=VALUE, or NAME to take its value from this environment")
-        if equals:
-            values[name] = value
-        elif name in os.environ:
-            secrets[name] = os.environ[name]
-        else:
+        if not equals and name not in os.environ:
             raise LaunchError(f"--env {name}: {name} is not set here; export it, or give --env {name}=VALUE")
-    both = sorted(values.keys() & secrets.keys())
-    if both:
-        raise LaunchError(f"--env {both[0]}: given with a value and without")
+        kind, other = (values, secrets) if equals and not SECRET.fullmatch(name) else (secrets, values)
+        kind[name] = value if equals else os.environ[name]
+        other.pop(name, None)  # the last word counts
     return tuple(values.items()), tuple(secrets.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -161,7 +162,7 @@ def _submit(request: Request, todo: Job, cluster: str) -> int:
     built = str(wheel.make(todo.machines.name, request.wheel).path)
     for command in xpk.submit_commands(todo, cluster, built, request.max_restarts):
         try:
-            status = subprocess.run(command).returncode
+            status = subprocess.run(command, env={**os.environ, **dict(todo.secrets)}).returncode
         except FileNotFoundError:
             raise LaunchError(f"{command[0]} is not installed: pip install xpk") from None
         if status:
