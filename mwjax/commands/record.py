@@ -49,7 +49,8 @@ def record(
         typer.Option(
             metavar="FIELD",
             help="Field of requests and responses that is not written: metadata.user_id, messages.*.content, or a bare "
-            "name at any depth; repeatable. Token ids go with the text that they spell.",
+            "name at any depth; repeatable. Token ids go with the text that they spell, and the raw events of streams "
+            "and the texts of errors, which may repeat it, are left out.",
         ),
     ] = None,
     max_body_mb: Annotated[

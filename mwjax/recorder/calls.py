@@ -25,7 +25,8 @@
 ``usage``           token counts, in the names of the API
 ``error``           {kind, message}, and ``malformed_events``, their number
 ``truncated``       {request: bytes, response: bytes}: true sizes of bodies of which only the beginning is here
-``redacted``        paths of redacted fields
+``redacted``        paths of redacted fields; with redaction, what an engine says of an error is "[redacted]", for it
+                    may quote them
 ``ids_withheld``    true where ids and log-probs went with text that was redacted or holds a credential
 
 Kinds of error: ``upstream_refused``, ``upstream_disconnected`` (no answer), ``upstream_timeout``, ``upstream_cut_off``
