@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mwjax.launch import cloud as client
-from mwjax.launch import job, supervise
+from mwjax.launch import hosts, job, supervise
 from mwjax.launch.job import Job
 from tests import launching
 from tests.fake_cloud import Cloud, wait_until
@@ -99,14 +99,14 @@ def test_ctrl_c_says_what_stays(cloud: Cloud, phase: str, sent: signal.Signals) 
 def test_ctrl_c_does_not_go_on_to_the_next_hosts(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are made some at a time; those that wait for their turn are not made any more."""
     machines = launching.machines("v5p-32")
-    monkeypatch.setattr(supervise, "AT_ONCE", 1)
+    monkeypatch.setattr(hosts, "AT_ONCE", 1)
     cloud.write("hosts_per_slice.json", 4)
     assert launch(cloud, *shell("true"), tpu="v5p-32") == 0
     before = len(cloud.calls())
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     signal.setitimer(signal.ITIMER_REAL, 0.7)
     with pytest.raises(KeyboardInterrupt):
-        supervise.on_all(machines, machines.hosts, "sleep 60; : uv venv")
+        hosts.on_all(machines, machines.hosts, "sleep 60; : uv venv")
     assert len(cloud.calls()) - before == 1
 
 
@@ -182,6 +182,19 @@ def test_where_one_host_does_not_start_the_others_are_stopped(cloud: Cloud, caps
     assert "failed on host 1; host 1 said:\nfork: Resource temporarily unavailable" in error
     assert PAID in error
     assert (cloud.host("job.0") / "mwjax-launch" / "status").exists()  # it has ended there
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_be_stopped_is_not_listened_to_for_ever(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "SHORT_GRACE", 1)
+    cloud.fails("kill -TERM", "ssh: Connection timed out", times=9, status=255)
+    begun = time.monotonic()
+    assert launch(cloud, *shell(f'[ "$HOST" = job.0 ] || exit 7; {LONG}')) == 7
+    assert time.monotonic() - begun < 15
+    error = capsys.readouterr().err
+    assert "failed on host 0; host 0 said:\nssh: Connection timed out" in error and PAID in error
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mwjax.launch import commands, remote, wheel
 from mwjax.launch.commands import Command
+from mwjax.launch.hosts import SHORT_GRACE, secrets_file
 from mwjax.launch.job import Job
-from mwjax.launch.supervise import SHORT_GRACE, secrets_file
 
 
 def lines(job: Job, *, given_wheel: str | None, max_restarts: int, poll: float, delete_after: bool) -> Iterator[str]:

@@ -175,7 +175,8 @@ def _environment(
     machines: Machines, bucket: str | None, given: Sequence[str], counted: bool
 ) -> tuple[Variables, Variables]:
     """Plain variables and secret ones."""
-    values, secrets = {"PYTHONUNBUFFERED": "1"}, {}
+    values: dict[str, str] = {"PYTHONUNBUFFERED": "1"}
+    secrets: dict[str, str] = {}
     if bucket:
         values["JAX_COMPILATION_CACHE_DIR"] = f"{bucket}/compilation-cache"
     if counted:

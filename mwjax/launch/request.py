@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from mwjax.launch import cloud, dry_run, job, supervise, topologies, wheel, xpk
+from mwjax.launch import cloud, dry_run, hosts, job, rented, supervise, topologies, wheel, xpk
 from mwjax.launch.job import Capacity, Job, LaunchError, Machines
 
 LEFT = 130  # exit status after Ctrl-C
@@ -125,7 +125,7 @@ def _act(request: Request, action: str) -> int:
     """What concerns machines that are there: their slices are looked up."""
     unknown = _machines(request, next(iter(topologies.SLICES.values())))
     if action == "delete":
-        supervise.delete(unknown)
+        rented.delete(unknown)
         return 0
     resource = cloud.find(unknown)
     if resource is None:
@@ -137,7 +137,7 @@ def _act(request: Request, action: str) -> int:
     if resource.state != cloud.ACTIVE:
         raise LaunchError(f"{request.name} is {resource.state}: nothing runs there")
     if action == "stop":
-        supervise.stop(machines)
+        hosts.stop(machines)
         return 0
     try:
         return supervise.logs(machines, request.poll)
@@ -150,7 +150,7 @@ def _status(machines: Machines, resource: cloud.Resource) -> Iterator[str]:
     if resource.detail:
         yield resource.detail
     if resource.state == cloud.ACTIVE:
-        for host, state in supervise.states(machines).items():
+        for host, state in hosts.states(machines).items():
             yield f"host {host.label}: {state}"
 
 
