@@ -117,7 +117,7 @@ def test_a_compaction_begins_with_its_summary(tmp_path, monkeypatch):
     assert (junction.turn, junction.detail) == (2, "compaction")
     reasons = [item.reason for item in items if isinstance(item, Remark)]
     assert any("summary was sampled in a call that the log does not hold" in reason for reason in reasons)
-    assert rollout.meta["context_incomplete"] == ["system prompt", "tool list"]
+    assert rollout.meta["context_incomplete"] == ["system prompt", "context before the first message", "tool list"]
 
 
 @pytest.mark.parametrize(

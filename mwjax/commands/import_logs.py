@@ -17,8 +17,10 @@ Examples:
   mwjax import traces.jsonl part-*.jsonl.zst --out rollouts.jsonl.zst
   mwjax import calls.jsonl --rewards rewards.jsonl               one {"id": ..., "reward": ..., "group": ...} a line
   mwjax import calls.jsonl --session-by request.metadata.task    calls of one rollout have this in common
-  mwjax import log.jsonl --format vllm --logprobs processed
+  mwjax import log.jsonl --format engine --logprobs processed    where vLLM ran with processed_logprobs
   mwjax import session.jsonl --tokenizer Qwen/Qwen3-0.6B         messages only: rendered for that model
+  mwjax import session.jsonl --tokenizer MODEL --system system.txt --tools tools.json
+                                                                 with what session files lack, so that they train
   mwjax import calls.jsonl --tokenizer MODEL --check-rendering   are rendered messages the ids that were recorded?
   mwjax import --formats                                         the formats, one a line
 Then:
@@ -82,6 +84,18 @@ def import_logs(
             help="Variable of the chat template, such as enable_thinking=false; repeatable.",
         ),
     ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="System prompt of session files, which do not hold it: its text, or a JSON list of the messages that "
+            "come before the first of the session.",
+        ),
+    ] = None,
+    tools: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Tools of session files: a JSON list in OpenAI's form or Anthropic's."),
+    ] = None,
     normalise_system: Annotated[
         bool,
         typer.Option(
@@ -129,6 +143,8 @@ def import_logs(
             template=template,
             template_options=readers.template_options(template_options or ()),
             normalise_system=normalise_system,
+            opening=() if system is None else readers.opening_in(system),
+            tools=None if tools is None else readers.tools_in(tools),
             vocab_size=vocab_size,
             progress=progress,
         )

@@ -18,8 +18,10 @@ from mwjax.rollouts.fields import described, log_probabilities, number, token_id
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at, check_usage
+from mwjax.rollouts.readers.supplied import SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
 
 NAME = "atif"
@@ -69,6 +71,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             path,
             name,
             calls,
+            options,
             rendering_for(NAME, options),
             missing=missing,
             records=1,

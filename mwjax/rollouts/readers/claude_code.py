@@ -7,7 +7,8 @@ misses some of them. ``system`` lines of subtype ``compact_boundary`` (``parentU
 messages were kept) begin a new root, whose first message is ``isCompactSummary``; ``microcompact_boundary`` clears the
 tool results in ``microcompactMetadata.compactedToolIds``. After a further compaction kept lines can be written again
 under the same uuid and another parent. Sub-agents are side chains, in the same file or in
-``SESSION/subagents/agent-*.jsonl``. System prompt, tools and the calls for summaries are not in the file.
+``SESSION/subagents/agent-*.jsonl``. System prompt, tools, the
+reminder that is put before the first message, and the calls for summaries are not in the file.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
+from mwjax.rollouts.readers.supplied import BEFORE, SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN
 
 NAME = "claude-code"
@@ -84,8 +87,10 @@ def read(path: str, options: Options) -> Iterator[Item]:
             path,
             name,
             with_causes(calls),
+            options,
             rendering,
-            missing=[SYSTEM, TOOLS, *(["thinking (only its signature is kept)"] if hidden else [])],
+            always_before=True,
+            missing=[SYSTEM, BEFORE, TOOLS, *(["thinking (only its signature is kept)"] if hidden else [])],
             records=records,
             meta={"program": f"claude-code {session.version}"},
         )

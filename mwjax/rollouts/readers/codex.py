@@ -15,8 +15,10 @@ from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
+from mwjax.rollouts.readers.supplied import SYSTEM, TOOLS
 
 NAME = "codex"
 DESCRIPTION = "rollout files of Codex (no ids: rendered)"
@@ -40,7 +42,7 @@ def looks_like(head: Head) -> bool:
 
 def read(path: str, options: Options) -> Iterator[Item]:
     rendering = rendering_for(NAME, options)
-    session = _Session()
+    session = _Session("\n\n".join(each["content"] for each in options.opening if each["role"] == "system"))
     read_lines = 0
     for record in json_records(path, options):
         if isinstance(record, Refusal):
@@ -60,19 +62,21 @@ def read(path: str, options: Options) -> Iterator[Item]:
             yield Remark("empty", path, 1, "the session has no answer of a model")
         return
     # Codex leaves out of its base instructions what is about tools that it does not offer.
-    missing = [SYSTEM, TOOLS, *session.unseen]
+    missing = [*([] if session.given else [SYSTEM]), TOOLS, *session.unseen]
+    meta = {**session.meta, **({"supplied": [SYSTEM]} if session.given else {})}
     yield from rollout_items(
-        path, session.name, session.calls, rendering, missing=missing, records=read_lines, meta=session.meta
+        path, session.name, session.calls, options, rendering, missing=missing, records=read_lines, meta=meta
     )
 
 
 class _Session:
-    """What the file has told so far. ``items``: the history as the model sees it; ``open``: where its answer under way
-    begins, None between answers."""
+    """What the file has told so far. ``given``: the system prompt that the user gave in place of the file's. ``items``:
+    the history as the model sees it; ``open``: where its answer under way begins, None between answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: str = "") -> None:
         self.name = "codex"
-        self.system = ""
+        self.given = given
+        self.system = given
         self.forked: str | None = None
         self.items: list[dict[str, Any]] = []
         self.open: int | None = None
@@ -110,7 +114,8 @@ class _Session:
             return  # a fork repeats the lines of the session that it goes on from
         self.name = str(payload.get("id") or payload.get("session_id") or "codex")
         given = payload.get("base_instructions")
-        self.system = str(given.get("text") or "") if isinstance(given, dict) else str(given or "")
+        own = str(given.get("text") or "") if isinstance(given, dict) else str(given or "")
+        self.system = self.given or own
         self.forked = str(value.get("timestamp")) if payload.get("forked_from_id") else None
         self.meta = {
             "program": f"codex {payload.get('cli_version')}",

@@ -23,7 +23,8 @@ from mwjax.rollouts.write import as_line, as_object, write
 
 @dataclass
 class Imported:
-    """What came of it. ``used``: records that are in the rollouts. ``formats``: of every file."""
+    """What came of it. ``used``: records that are in the rollouts. ``supplied``, ``normalised``: rollouts that got what
+    their log lacks, and those whose system prompts were made one. ``formats``: of every file."""
 
     out: str
     formats: dict[str, str] = field(default_factory=dict)
@@ -31,6 +32,8 @@ class Imported:
     turns: int = 0
     sampled: int = 0
     used: int = 0
+    supplied: int = 0
+    normalised: int = 0
     refused: list[Refusal] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
 
@@ -106,10 +109,21 @@ def import_files(
         write(out, _rollouts(files, chosen, options, given, result, seen))
     except _Nothing:
         return result
+    result.remarks += _without_effect(options, result)
     unused = sorted(given.keys() - seen.keys())
     for missing in unused:
         result.remarks.append(Remark("warning", str(rewards), 0, f"no rollout has the id {missing!r}"))
     return result
+
+
+def _without_effect(options: Options, result: Imported) -> Iterator[Remark]:
+    """Options that change only what is rendered, where they changed nothing."""
+    if (options.opening or options.tools is not None) and not result.supplied:
+        reason = "--system and --tools had no effect: no log here lacks what they give"
+        yield Remark("warning", result.out, 0, reason)
+    if options.normalise_system and not result.normalised:
+        reason = "--normalise-system had no effect: no system prompt that is rendered changed in a few lines"
+        yield Remark("warning", result.out, 0, f"{reason}; recorded ids stay as they are")
 
 
 class _Nothing(Exception):
@@ -160,6 +174,8 @@ def _rollouts(
             result.turns += len(rollout.turns)
             result.sampled += sum(len(turn.completion_ids) for turn in rollout.turns)
             result.used += item.records
+            result.supplied += "supplied" in rollout.meta
+            result.normalised += "system_normalised" in rollout.meta
             yield rollout
     if not result.rollouts:
         raise _Nothing

@@ -23,8 +23,10 @@ from mwjax.rollouts.fields import described
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, with_causes
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, with_causes
+from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
+from mwjax.rollouts.readers.supplied import SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN
 
 NAME = "opencode"
@@ -94,6 +96,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 path,
                 str(session["info"].get("id")),
                 calls,
+                options,
                 rendering,
                 missing=[SYSTEM, TOOLS],
                 records=records - len(empty),

@@ -19,7 +19,9 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import SYSTEM, TOOLS, Seen, rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.seen import Seen
+from mwjax.rollouts.readers.supplied import BEFORE, SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN
 
 NAME = "qwen-code"
@@ -78,8 +80,9 @@ def read(path: str, options: Options) -> Iterator[Item]:
             path,
             name,
             with_causes(calls),
+            options,
             rendering,
-            missing=[SYSTEM, TOOLS, "context before the first message"],
+            missing=[SYSTEM, TOOLS, BEFORE],
             records=records,
             meta={"program": "qwen-code"},
         )

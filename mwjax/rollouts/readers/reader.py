@@ -66,8 +66,9 @@ class Options:
     ``vocab_size``: ids at or beyond it are refused.
     ``tokenizer``, ``template``: a tokenizer.json or model folder, and a chat template file, for formats without ids and
     for telling re-tokenised text; ``template_options``: variables of the template. ``normalise_system``: give all calls
-    of a conversation the first one's system prompt where theirs differs in a few lines. ``progress``: called with the
-    file and the bytes read of it so far.
+    of a conversation the first one's system prompt where theirs differs in a few lines. ``opening``, ``tools``: the
+    system message, any messages between it and the first of a log, and the tools, for logs without them
+    (:mod:`supplied`). ``progress``: called with the file and the bytes read of it so far.
     """
 
     group_by: str | None = None
@@ -79,6 +80,8 @@ class Options:
     template: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     normalise_system: bool = False
+    opening: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | None = None
     vocab_size: int | None = None
     progress: Callable[[str, int], None] | None = None
 

@@ -12,51 +12,24 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from mwjax.rollouts.errors import RecordError, Refusal
-from mwjax.rollouts.readers.chat import Message
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.junctions import junction_detail
-from mwjax.rollouts.readers.reader import DEFAULT_SAMPLING, Found, Item, Options, Remark
+from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.said import answered, asked
+from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import time_in
-from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Sampling, Turn
+from mwjax.rollouts.readers.supplied import completed
+from mwjax.rollouts.readers.system_prompts import steady_system, told_of
+from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
 from mwjax.rollouts.rendering import Rendering, RenderingError, load
 
-SYSTEM, TOOLS = "system prompt", "tool list"
 TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")
-
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What a model saw and answered at one call, in the messages of :mod:`chat`.
-
-    ``line``: of the record that holds the answer. ``chain``, ``purpose``, ``cause`` (the place of an earlier call in
-    the same list) and ``detail`` (what was done to the context before this call) are what the log tells itself.
-    ``hidden``: more was sampled than the log shows. ``options``: further variables of the chat template. ``time``:
-    seconds since 1970.
-    """
-
-    messages: Sequence[Message]
-    answer: Message
-    tools: tuple[Mapping[str, Any], ...] = ()
-    line: int = 0
-    chain: str = MAIN_CHAIN
-    purpose: str = "act"
-    cause: int | None = None
-    detail: str | None = None
-    trainable: bool = True
-    hidden: bool = False
-    finish_reason: str | None = None
-    sampling: Sampling = DEFAULT_SAMPLING
-    identity: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    time: float | None = None
 
 
 def rendering_for(name: str, options: Options) -> Rendering:
@@ -121,9 +94,11 @@ def rollout_items(
     path: str,
     name: str,
     calls: Sequence[Seen],
+    options: Options,
     rendering: Rendering,
     *,
     missing: Sequence[str] = (),
+    always_before: bool = False,
     records: int | None = None,
     group: str | None = None,
     reward: float | None = None,
@@ -131,6 +106,7 @@ def rollout_items(
 ) -> Iterator[Item]:
     """The rollout of calls whose chains are known, and the refusals of those that cannot be rendered.
 
+    missing: what the log lacks of the contexts, which the user may have given; ``always_before`` as in ``completed``.
     records: how many records of the file it was made of, without those of refused calls.
     """
     turns: list[Turn] = []
@@ -139,6 +115,11 @@ def rollout_items(
     latest: dict[str, Call] = {}
     place: dict[int, int] = {}
     refused = 0
+    calls, missing, given = completed(calls, missing, options, always_before=always_before)
+    given = [*(meta or {}).get("supplied", ()), *given]
+    calls, changing = _steady(calls, options)
+    if changing:
+        yield Remark("warning", path, calls[0].line, told_of(changing, normalise=options.normalise_system))
     for number, seen in enumerate(calls):
         try:
             call, note = rendered_call(seen, rendering, number + 1)
@@ -174,15 +155,33 @@ def rollout_items(
     whole = {
         **(meta or {}),
         **rendered_meta(rendering, notes, missing),
+        **({"supplied": given} if given else {}),
         **({"junction_details": details} if details else {}),
+        **({"system_normalised": len(changing)} if changing and options.normalise_system else {}),
     }
     used = max(len(turns), (records or len(calls)) - refused)
     yield Found(Rollout(name, tuple(turns), (), group, reward, whole), calls[0].line, used)
     yield from rendered_remarks(path, calls[0].line, notes, missing)
+    if given and any(turn.chain != MAIN_CHAIN for turn in turns):
+        reason = f"the {' and the '.join(given)} given are the main conversation's: sub-agents are context only"
+        yield Remark("warning", path, calls[0].line, reason)
     line = next((seen.line for seen in calls if seen.detail == "compaction" and seen.cause is None), None)
     if line is not None:
         reason = "a summary was sampled in a call that the log does not hold: its text is context only"
         yield Remark("warning", path, line, reason)
+
+
+def _steady(calls: Sequence[Seen], options: Options) -> tuple[list[Seen], list[str]]:
+    """``steady_system`` of every chain; the calls stay in their order."""
+    result = list(calls)
+    changing: list[str] = []
+    for chain in dict.fromkeys(call.chain for call in calls):
+        own = [place for place, call in enumerate(calls) if call.chain == chain]
+        steady, lines = steady_system([calls[k] for k in own], one=True, normalise=options.normalise_system)
+        changing += lines
+        for place, call in zip(own, steady):
+            result[place] = call
+    return result, changing
 
 
 def with_causes(calls: list[Seen]) -> list[Seen]:

@@ -7,10 +7,8 @@ holds that response.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,13 +19,14 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.chains import conversations, without_copies
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
-from mwjax.rollouts.readers.rendered import TRUNCATED, Seen, rendered_call, rendered_meta, rendered_remarks
+from mwjax.rollouts.readers.rendered import TRUNCATED, rendered_call, rendered_meta, rendered_remarks
+from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
 from mwjax.rollouts.readers.settings import sampling_settings
+from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import Rollout
 from mwjax.rollouts.rendering import Rendering
 
-VOLATILE_LINES = 3  # of a system prompt, which may differ from call to call: a date, a billing header
 HIDDEN = "thinking (encrypted, summed up or left out)"
 
 
@@ -105,10 +104,7 @@ def rollouts_of(
 def _rollouts(path: str, session: _Session, rendering: Rendering, options: Options) -> Iterator[Item]:
     seen, changing = steady_system(session.seen, one=session.one, normalise=options.normalise_system)
     if changing:
-        done = "was given the first call's" if options.normalise_system else "each begins a branch of its own"
-        advice = "" if options.normalise_system else "; --normalise-system gives every call the first one's"
-        reason = f"the system prompt changes from call to call in a line like {changing[0]!r}: {done}{advice}"
-        yield Remark("warning", path, seen[0].line, reason)
+        yield Remark("warning", path, seen[0].line, told_of(changing, normalise=options.normalise_system))
     calls: list[Call] = []
     notes: dict[int, str] = {}  # by id of the call
     hidden: set[int] = set()
@@ -153,48 +149,6 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
         for turn in truncated:
             reason = "the completion was truncated at the token limit; kept"
             yield Remark("warning", path, conversation.calls[turn].line, reason)
-
-
-def steady_system(seen: Sequence[Seen], *, one: bool, normalise: bool) -> tuple[list[Seen], list[str]]:
-    """The calls, and the lines by which a system prompt differs from that of the first call of its conversation, where
-    those are few. With ``normalise`` these calls get the first one's. one: all calls are of one rollout; otherwise
-    conversations are told apart by their first user message, since a line may well name the episode."""
-    firsts: list[Seen] = []
-    result: list[Seen] = []
-    changing: list[str] = []
-    for call in seen:
-        alike = (each for each in firsts if each.tools == call.tools and (one or _opening(each) == _opening(call)))
-        first = next((each for each in alike if _differ(each, call) is not None), None)
-        if first is None:
-            firsts.append(call)
-            result.append(call)
-            continue
-        lines = _differ(first, call) or []
-        changing += lines
-        same = [each for each in first.messages if each["role"] == "system"]
-        rest = [each for each in call.messages if each["role"] != "system"]
-        result.append(dataclasses.replace(call, messages=(*same, *rest)) if lines and normalise else call)
-    return result, changing
-
-
-def _opening(call: Seen) -> str:
-    return next((each["content"] for each in call.messages if each["role"] == "user"), "")
-
-
-def _differ(first: Seen, call: Seen) -> list[str] | None:
-    """The lines that only the call's system prompt has; None where the two are not one prompt."""
-    old, new = (
-        "\n".join(each["content"] for each in one.messages if each["role"] == "system").split("\n")
-        for one in (first, call)
-    )
-    if old == new:
-        return []
-    pairs = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    changed = [pair for pair in pairs if pair[0] != "equal"]
-    sizes = [max(hi - lo, end - start) for _, lo, hi, start, end in changed]
-    if sum(sizes) > VOLATILE_LINES or 2 * sum(sizes) > max(len(old), len(new)):
-        return None
-    return [line for _, _, _, start, end in changed for line in new[start:end]] or [""]
 
 
 def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Options) -> Iterator[Seen]:
