@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 import zipfile
@@ -185,6 +186,7 @@ class Cloud:
         client = folder / "bin" / "gcloud"
         client.write_text(f"#!{sys.executable} -IS\n{GCLOUD}")
         client.chmod(client.stat().st_mode | stat.S_IXUSR)
+        self.launches: list[subprocess.Popen[str]] = []  # ended with the cloud
         self.write("hosts_per_slice.json", hosts_per_slice)
         self.wheel = folder / "mwjax-0.1.0-py3-none-any.whl"
         with zipfile.ZipFile(self.wheel, "w") as archive:
@@ -234,7 +236,10 @@ class Cloud:
         return [_verb(call) for call in self.calls()]
 
     def end(self) -> None:
-        """Ends whatever still runs on the hosts."""
+        """Ends whatever still runs on the hosts, and what looks after it."""
+        for launch in self.launches:
+            launch.kill()
+            launch.wait()
         for pid in self.folder.rglob("pid"):
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.killpg(int(pid.read_text()), signal.SIGKILL)

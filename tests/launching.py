@@ -45,7 +45,9 @@ def status(*words: str) -> int:
 def background(cloud: Cloud, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "mwjax", *arguments(cloud, *words, options=options)]
     environment = {**os.environ, **cloud.environment}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    cloud.launches.append(running)
+    return running
 
 
 def machines(tpu: str) -> Machines:
