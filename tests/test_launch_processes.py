@@ -21,18 +21,18 @@ PROGRAM = """
 import sys
 from mwjax.train import distributed
 try:
-    joined = distributed.join()
+    with distributed.joined() as joined:
+        assert joined is not None
+        import jax, jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        rows = jax.make_array_from_process_local_data(
+            NamedSharding(mesh, PartitionSpec("data")), jnp.full(jax.local_device_count(), float(joined.process + 1))
+        )
+        print(joined.process, joined.count, jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(rows)))
 except ValueError as error:
-    print(f"mwjax: {error}")
+    print(f"mwjax: {error}", file=sys.stderr)
     sys.exit(2)
-assert joined is not None
-import jax, jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-mesh = jax.make_mesh((jax.device_count(),), ("data",))
-rows = jax.make_array_from_process_local_data(
-    NamedSharding(mesh, PartitionSpec("data")), jnp.full(jax.local_device_count(), float(joined.process + 1))
-)
-print(joined.process, joined.count, jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(rows)))
 """
 
 
@@ -85,8 +85,9 @@ def test_every_host_names_the_one_with_fewer_devices() -> None:
     port = free_port()
     done = ended([start(process, 3, port, 1 if process == 2 else 2, MWJAX_LOCAL_DEVICES="2") for process in range(3)])
     name = socket.gethostname()
-    expected = f"mwjax: expected 3 hosts with 2 devices each: host 2 ({name}) sees 1\n"
-    assert [(status, out) for status, out, _ in done] == [(2, expected)] * 3, done
+    wrong = f"expected 3 hosts with 2 devices each: host 2 ({name}) sees 1"
+    expected = [f"mwjax: {wrong}\n", *[f"mwjax: process 0 ({name}) failed: {wrong}\n"] * 2]
+    assert [(status, err) for status, _, err in done] == [(2, said) for said in expected], done
 
 
 def test_every_host_that_came_names_those_that_did_not() -> None:
@@ -96,8 +97,8 @@ def test_every_host_that_came_names_those_that_did_not() -> None:
     assert time.monotonic() - began < 30
     expected = f"mwjax: 3 of 5 hosts did not come within 3 s: 1, 3-4; there are 0 ({name}), 2 ({name})."
     assert [status for status, _, _ in done] == [2, 2], done
-    for _, out, err in done:
-        assert out.startswith(expected)
+    for _, _, err in done:
+        assert err.startswith(expected)
         assert "Check failure" not in err
 
 
@@ -181,13 +182,14 @@ def test_a_stranger_at_the_door_does_no_harm() -> None:
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, str], complaint: str) -> None:
-    with pytest.raises(ProcessesError, match=complaint):
-        distributed.join(settings)
+    with pytest.raises(ProcessesError, match=complaint), distributed.joined(settings):
+        pass
 
 
 def test_a_run_alone_asks_nothing() -> None:
-    assert distributed.join({}) is None
-    assert distributed.join({"MWJAX_PROCESSES": "1"}) is None
+    for settings in ({}, {"MWJAX_PROCESSES": "1"}):
+        with distributed.joined(settings) as joined:
+            assert joined is None
 
 
 def test_a_pod_that_jax_detects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +200,11 @@ def test_a_pod_that_jax_detects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud_tpu_init, "running_in_cloud_tpu_vm", True)
     monkeypatch.setattr(clusters.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
     assert distributed._detected({}, 1) == Processes("10.0.0.1:8482", 3, 4)
-    with pytest.raises(ProcessesError, match="expected 8 hosts, but this job has 4"):
-        distributed.join({"MWJAX_PROCESSES": "8"})
+    with (
+        pytest.raises(ProcessesError, match="expected 8 hosts, but this job has 4"),
+        distributed.joined({"MWJAX_PROCESSES": "8"}),
+    ):
+        pass
     monkeypatch.setattr(clusters.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: (None,) * 4)
-    assert distributed.join({}) is None
+    with distributed.joined({}) as joined:
+        assert joined is None

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,10 +28,10 @@ from tests.training_runs import VOCABULARY, compile_once, configure, recorded, w
 
 CLOCK = ("seconds", "tokens_per_second")
 # `mwjax train`; writes down the rollouts of every step and those it reads for it. What is done at the count-th call
-# of a function in one process: kill (delay seconds later), terminate (SIGTERM),
-# freeze, or fail.
+# of a function: kill (delay seconds later), terminate (SIGTERM), pester (SIGTERM again and again), freeze, fail, fill
+# (files of this process have no room from then on).
 CHILD = """
-import importlib, json, os, signal, sys, threading, time
+import importlib, json, os, resource, signal, sys, threading, time
 from mwjax import cli
 
 config, trace, action, place, count, delay = sys.argv[1:]
@@ -58,6 +58,11 @@ def kill():
     time.sleep(float(delay))
     os.kill(os.getpid(), signal.SIGKILL)
 
+def pester():
+    while True:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02)
+
 calls = 0
 
 def act(*_):
@@ -66,6 +71,11 @@ def act(*_):
     if calls == int(count):
         if action == "kill":
             threading.Thread(target=kill).start()
+        elif action == "pester":
+            threading.Thread(target=pester, daemon=True).start()
+        elif action == "fill":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         elif action == "fail":
             raise OSError(5, "Input/output error", "rollouts.jsonl")
         else:
@@ -117,7 +127,7 @@ def train(
     *,
     processes: int = 2,
     devices: int = 1,
-    act: Act | None = None,
+    acts: Sequence[Act] = (),
     others: Mapping[int, RunConfig] = MappingProxyType({}),
 ) -> list[Ended]:
     """The run in as many processes, until all have ended. others: what some are started with in place of ``config``."""
@@ -127,7 +137,7 @@ def train(
             folder = traces(config, process).parent
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(load.dump(others.get(process, config)))
-            mine = act if act is not None and act.process == process else Act(process, "", "", 0)
+            mine = next((act for act in acts if act.process == process), Act(process, "", "", 0))
             words = (mine.action, mine.place, str(mine.count), str(mine.delay))
             environment = {
                 **{name: value for name, value in os.environ.items() if not name.startswith("MWJAX_")},
@@ -146,7 +156,7 @@ def train(
             running.append(subprocess.Popen(command, env=environment, cwd=folder, **pipes))
         texts = []
         for number, process in enumerate(running):
-            if act is not None and act.action == "freeze" and act.process == number:
+            if any(act.action == "freeze" and act.process == number for act in acts):
                 process.kill()  # it would stay for ever
             texts.append(process.communicate(timeout=240))
     finally:
@@ -198,7 +208,7 @@ def test_two_processes_stopped_by_a_signal_to_one_and_continued_by_one_train_as_
     alone = configure(folder, *settings, run_dir="alone")
     total = loop.run(alone).total
     shared = configure(folder, *settings, "mesh.fsdp=2", run_dir="shared")
-    done = train(shared, act=Act(1, "terminate", PLANNED, 2))
+    done = train(shared, acts=[Act(1, "terminate", PLANNED, 2)])
     assert [ended.status for ended in done] == [0, 0], done
     (stopped,) = {re.search(r"step (\d+) of", ended.out)[1] for ended in done}  # type: ignore[index]
     assert 2 <= int(stopped) < total
@@ -238,7 +248,7 @@ def assert_reads_its_rows_only(config: RunConfig, alone: RunConfig, processes: i
 def test_an_error_in_one_process_ends_the_other(folder: Path) -> None:
     config = configure(folder, "mesh.data=2")
     began = time.monotonic()
-    first, second = train(config, act=Act(1, "fail", MAKE, 1))
+    first, second = train(config, acts=[Act(1, "fail", MAKE, 1)])
     assert time.monotonic() - began < 120
     assert (first.status, second.status) == (2, 2), (first, second)
     assert second.err == "mwjax: rollouts.jsonl: Input/output error\n"
@@ -272,7 +282,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_from_the_last_check
     loop.run(alone)
     config = configure(folder, *KILLED, run_dir="killed")
     began = time.monotonic()
-    done = train(config, act=act)
+    done = train(config, acts=[act])
     took = time.monotonic() - began
     assert took < 120
     other = done[1 - act.process]
@@ -392,7 +402,83 @@ def test_hosts_that_do_not_share_their_files_are_told_so(tmp_path: Path, apart: 
 @pytest.mark.slow
 def test_a_host_that_falls_silent_ends_the_other_after_the_heartbeat_time_out(folder: Path) -> None:
     began = time.monotonic()
-    first, _ = train(configure(folder, "mesh.data=2"), act=Act(1, "freeze", UPDATE, 2))
+    first, _ = train(configure(folder, "mesh.data=2"), acts=[Act(1, "freeze", UPDATE, 2)])
     assert time.monotonic() - began < 200
     assert first.status != 0
     assert "heartbeat" in first.err.lower(), first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "acts",
+    [[Act(0, "terminate", PLANNED, 2), Act(1, "terminate", PLANNED, 2)], [Act(1, "pester", PLANNED, 2)]],
+    ids=["all at once", "one again and again"],
+)
+def test_signals_to_all_and_many_to_one_stop_a_run_in_order(folder: Path, acts: list[Act]) -> None:
+    settings = (*KILLED, f"evaluation.paths={folder / 'rollouts.jsonl'}")
+    alone = configure(folder, *settings[1:], run_dir="alone")
+    loop.run(alone)
+    config = configure(folder, *settings)
+    done = train(config, acts=acts)
+    assert [ended.status for ended in done] == [0, 0], done
+    assert all("saved; the same command continues" in ended.out for ended in done)
+    finished(config)
+    assert_same_run(config, alone)
+
+
+SCAN, CONNECT, SCORE = "mwjax.data:scan", "mwjax.train.distributed:_connect", "mwjax.train.evaluation:place_rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("place", [CONNECT, SCAN])
+def test_a_process_stopped_or_killed_before_training_ends_the_other(folder: Path, process: int, place: str) -> None:
+    config = configure(folder, "mesh.fsdp=2")
+    for action, statuses in (("terminate", (143, 143)), ("kill", (-signal.SIGKILL, ending.LOST))):
+        began = time.monotonic()
+        done = train(config, acts=[Act(process, action, place, 1)])
+        assert time.monotonic() - began < 60
+        assert (done[process].status, done[1 - process].status) == statuses, done
+        if action == "terminate":
+            assert done[process].err.startswith("mwjax: SIGTERM came before the first step")
+            assert f"mwjax: process {process} ({socket.gethostname()}) failed: SIGTERM came" in done[1 - process].err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_killed_during_an_evaluation_and_one_that_fails_at_the_very_end(folder: Path, process: int) -> None:
+    settings = (*KILLED, f"evaluation.paths={folder / 'rollouts.jsonl'}", "evaluation.every=1", "data.steps=3")
+    alone = configure(folder, *settings[1:], run_dir="alone")
+    loop.run(alone)
+    config = configure(folder, *settings)
+    done = train(config, acts=[Act(process, "kill", SCORE, 12)])
+    assert (done[process].status, done[1 - process].status) == (-signal.SIGKILL, ending.LOST), done
+    done = train(config, acts=[Act(process, "fail", "mwjax.train.loop:TrainResult", 1)])
+    assert [ended.status for ended in done] == [2, 2], done
+    assert f"mwjax: process {process} ({socket.gethostname()}) failed" in done[1 - process].err
+    finished(config)
+    assert_same_run(config, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_full_disk_of_one_process_ends_both_and_spoils_nothing(folder: Path, process: int) -> None:
+    alone = configure(folder, *KILLED[1:], run_dir="alone")
+    loop.run(alone)
+    config = configure(folder, *KILLED)
+    done = train(config, acts=[Act(process, "fill", SAVE, 2)])
+    assert [ended.status for ended in done] == [2, 2], done
+    assert "a checkpoint could not be written" in done[process].err
+    finished(config)
+    assert_same_run(config, alone)
+
+
+@pytest.mark.slow
+def test_worker_processes_of_two_processes_make_the_same_batches(folder: Path) -> None:
+    alone = configure(folder, *KILLED[1:], run_dir="alone")
+    loop.run(alone)
+    config = configure(folder, *KILLED, "data.workers=2")
+    done = train(config, acts=[Act(1, "terminate", PLANNED, 2)])
+    assert [ended.status for ended in done] == [0, 0], done
+    finished(config)
+    assert_same_run(config, alone)

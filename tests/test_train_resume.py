@@ -16,7 +16,7 @@ import yaml
 
 from mwjax import cli, losses
 from mwjax.commands import statuses
-from mwjax.train import checkpoint, load, loop, metrics_log, setup, state
+from mwjax.train import checkpoint, load, loop, metrics_log, setup, state, stop
 from mwjax.train.config import MeshConfig, RunConfig
 from mwjax.train.mesh import make_mesh, replicated
 from mwjax.train.optimizer import optimizer
@@ -166,6 +166,24 @@ def test_a_signal_while_a_checkpoint_is_read_stops_before_the_first_step(
         f"{config.run_dir}: step 0 of 4, nothing to save yet; the same command begins again"
     ]
     assert loop.run(config).step == 4
+
+
+def test_sigterm_ends_a_run_before_training_and_is_not_heard_after_it() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stop.stop_early()
+        with pytest.raises(stop.StoppedEarly, match="nothing new to save; give the same command again"):
+            signal.raise_signal(signal.SIGTERM)
+        with stop.StopOnSignal() as training:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert training.requested
+        signal.raise_signal(signal.SIGTERM)  # would end the tests
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with stop.StopOnSignal():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before  # a library's caller keeps what is its own
 
 
 def test_bfloat16_activations_leave_parameters_gradients_and_optimiser_in_float32(folder: Path) -> None:  # noqa: F811

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mwjax.commands.statuses import DONE, SOME_REFUSED
+
+if TYPE_CHECKING:
+    from mwjax.train.config import RunConfig
+    from mwjax.train.loop import TrainResult
 
 EXAMPLES = """\b
 Examples:
@@ -38,7 +42,7 @@ def train(
     ] = False,
 ) -> None:
     """Train on recorded rollouts. The same command again continues a run that was stopped."""
-    from mwjax.train import load
+    from mwjax.train import load, stop
 
     if keys:
         for key, default, description in load.options():
@@ -47,14 +51,20 @@ def train(
     if config is None:
         raise typer.BadParameter("give a YAML configuration, as in: mwjax train configs/sft.yaml", param_hint="CONFIG")
     settings = load.load(config, [*(overrides or ()), *(["debug=true"] if debug else [])])
-
-    from mwjax.train import distributed
-
-    joined = distributed.join()  # before anything else calls jax
-
-    from mwjax.train import loop
-
-    with distributed.ending_together(joined):
-        result = loop.run(settings)
+    try:
+        result = _run(settings)
+    except stop.StoppedEarly as stopped:
+        typer.echo(f"mwjax: {stopped}", err=True)
+        raise typer.Exit(stopped.status) from None
     typer.echo(result.summary())
     raise typer.Exit(SOME_REFUSED if result.refused else DONE)
+
+
+def _run(settings: RunConfig) -> TrainResult:
+    from mwjax.train import distributed, stop
+
+    stop.stop_early()
+    with distributed.joined():  # before anything else calls jax
+        from mwjax.train import loop
+
+        return loop.run(settings)

@@ -16,7 +16,7 @@ from mwjax.train.check_in import ProcessesError, ranges
 
 SHARED = 30.0  # seconds in which a new file is seen on all hosts
 LOOK = 0.2  # seconds between looks for it
-DAY = 86_400_000  # milliseconds
+LISTEN = 500  # milliseconds
 
 _rounds = itertools.count()
 
@@ -29,9 +29,7 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     client, place = store(), f"mwjax/{next(_rounds)}"
     client.key_value_set(f"{place}/{jax.process_index()}", json.dumps(value))
-    # Others may come hours later; one that is lost is noticed elsewhere (`ending_together`).
-    said = [client.blocking_key_value_get(f"{place}/{process}", DAY) for process in range(jax.process_count())]
-    return [json.loads(text) for text in said]
+    return [_awaited(f"{place}/{process}") for process in range(jax.process_count())]
 
 
 def of_leader(value: Any) -> Any:
@@ -43,7 +41,20 @@ def of_leader(value: Any) -> Any:
     client, place = store(), f"mwjax/{next(_rounds)}"
     if jax.process_index() == 0:
         client.key_value_set(place, json.dumps(value))
-    return json.loads(client.blocking_key_value_get(place, DAY))
+    return _awaited(place)
+
+
+def _awaited(place: str) -> Any:
+    """A JSON value from the store, which may come hours later; a process that is lost is noticed elsewhere
+    (`mwjax.train.ending`). Waits a little at a time: in between, Python takes signals."""
+    import jax
+
+    while True:
+        try:
+            return json.loads(store().blocking_key_value_get(place, LISTEN))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
 
 def differing(some: Mapping[str, Any], where: str, others: Mapping[str, Any], elsewhere: str) -> list[str]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from mwjax.train import agreement
 from mwjax.train.state import TrainState, checksums
 
 FOLDER = "checkpoints"
+POLL = 0.02  # seconds between looks at a save under way
 DAMAGED = ".damaged"  # the end of the name of a step that was set aside
 Fingerprint = Mapping[str, Any]
 Scores = Mapping[int, float]  # step -> what the best checkpoints are lowest in
@@ -70,7 +73,8 @@ class Checkpoints:
         self._lowest = _Lowest(best)
         policy = checkpoint_managers.AnyPreservationPolicy([checkpoint_managers.LatestN(keep), self._lowest])
         options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
-        self._manager = _manager(self.folder, options)
+        self._errors: list[BaseException] = []
+        self._manager = _manager(self.folder, options, self._errors)
 
     def __enter__(self) -> Checkpoints:
         # Orbax logs a traceback for each of its threads before it raises the same error here.
@@ -82,8 +86,11 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with self._explained():
-                self._manager.close()
+            # Of several processes, one that leaves with an error ends the others: it does not wait for them.
+            if error is None or jax.process_count() == 1:
+                with self._explained():
+                    self._settle()
+                    self._manager.close()
         except CheckpointNotSaved:
             if error is None:
                 raise
@@ -105,7 +112,16 @@ class Checkpoints:
         sealed = {**position, "checksum": _checksum(position)}
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(sealed))
         with self._explained():
+            self._settle()
             self._manager.save(step, args=arguments, force=True)
+
+    def _settle(self) -> None:
+        """Waits for the save under way, and raises what it failed with. Orbax raises that too, but with several
+        processes only when it has waited for the others, who wait for this one, until its time-out of 20 minutes."""
+        while self._manager.is_saving_in_progress():
+            if self._errors:
+                raise self._errors[0]
+            time.sleep(POLL)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -113,9 +129,10 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
+            newest = max(_steps(self.folder), default="none")  # Orbax counts the one that is not there
             raise CheckpointNotSaved(
                 f"{self.folder}: a checkpoint could not be written: {str(error).strip()}\n"
-                f"Earlier checkpoints are intact (newest: {self.latest() or 'none'}); put the cause right and run the "
+                f"Earlier checkpoints are intact (newest: {newest}); put the cause right and run the "
                 "same command again."
             ) from error
 
@@ -342,6 +359,47 @@ def _steps(folder: epath.Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.exists() else []
 
 
-def _manager(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    handlers = {"state": ocp.StandardCheckpointHandler(), "position": ocp.JsonCheckpointHandler()}
+def _manager(
+    folder: epath.Path, options: ocp.CheckpointManagerOptions, errors: list[BaseException] | None = None
+) -> ocp.CheckpointManager:
+    noted = [] if errors is None else errors
+    handlers = {
+        "state": _noting(ocp.StandardCheckpointHandler(), noted),
+        "position": _noting(ocp.JsonCheckpointHandler(), noted),
+    }
     return ocp.CheckpointManager(folder, options=options, item_names=tuple(handlers), item_handlers=handlers)
+
+
+def _noting(handler: Any, errors: list[BaseException]) -> Any:
+    """The handler itself, which then writes down what its part of a save fails with, as it happens. (Orbax finds a
+    handler's arguments by its type, so it is no type of our own.)"""
+    save, finalize = handler.async_save, handler.finalize
+
+    async def noted_save(*arguments: Any, **options: Any) -> list[_NotingFuture]:
+        return [_NotingFuture(future, errors) for future in await save(*arguments, **options) or ()]
+
+    def noted_finalize(directory: epath.Path) -> None:
+        with _noted(errors):
+            finalize(directory)
+
+    handler.async_save, handler.finalize = noted_save, noted_finalize
+    return handler
+
+
+@dataclass(frozen=True)
+class _NotingFuture:
+    future: Any
+    errors: list[BaseException]
+
+    def result(self, timeout: int | None = None) -> Any:
+        with _noted(self.errors):
+            return self.future.result(timeout)
+
+
+@contextlib.contextmanager
+def _noted(errors: list[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        errors.append(error)
+        raise

@@ -31,12 +31,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mwjax.train.agreement import store
+from mwjax.train import agreement
 from mwjax.train.check_in import Processes, ProcessesError, ranges, wait_for_all
-from mwjax.train.ending import ending_together as ending_together
+from mwjax.train.ending import ending_together
 
 TIMEOUT = 300.0  # seconds
 HEARTBEAT = 100.0  # seconds
@@ -50,25 +50,37 @@ SETTINGS = {
 }
 
 
-def join(environment: Mapping[str, str] | None = None) -> Processes | None:
-    """Makes this process part of its run and returns who takes part; None where it runs alone.
+@contextlib.contextmanager
+def joined(environment: Mapping[str, str] | None = None) -> Iterator[Processes | None]:
+    """Makes this process part of its run for as long as the context lasts, and gives who takes part; None where it runs
+    alone. The first thing of a run, before any other call into jax; see `mwjax.train.ending` on how it ends.
 
     Where ``MWJAX_COORDINATOR`` is set, by the settings in :data:`SETTINGS`; otherwise on TPU hosts, and where
     ``MWJAX_PROCESSES`` says so, by jax's own detection. Raises ProcessesError, in all processes, naming those that have
-    not come in time or see another number of devices than ``MWJAX_LOCAL_DEVICES``.
+    not come in time; where some see another number of devices than ``MWJAX_LOCAL_DEVICES``, all end with their names.
     """
     settings = os.environ if environment is None else environment
     timeout = _number(settings, "MWJAX_JOIN_TIMEOUT", TIMEOUT)
+    heartbeat = max(1, int(_number(settings, "MWJAX_HEARTBEAT_TIMEOUT", HEARTBEAT)))
     expected = int(_number(settings, "MWJAX_LOCAL_DEVICES", 0))
     processes = _given(settings) or _detected(settings, timeout)
     if processes is None or processes.count == 1:
         _check_devices({0: _Host(socket.gethostname(), _local_devices())} if expected else {}, expected)
-        return None
-    heartbeat = max(1, int(_number(settings, "MWJAX_HEARTBEAT_TIMEOUT", HEARTBEAT)))
+        yield None
+        return
     processes = replace(processes, peers=wait_for_all(processes, timeout))
     for peer in processes.peers:
         _notice_silence(peer.connection, heartbeat)
+    with ending_together(processes):
+        _connect(processes, timeout, heartbeat)
+        hosts = _gather_devices(processes, timeout)
+        if processes.process == 0:
+            _check_devices(hosts, expected)
+        agreement.gathered("checked")  # the others are ended by process 0
+        yield processes
 
+
+def _connect(processes: Processes, timeout: float, heartbeat: int) -> None:
     import jax
 
     # It would take SIGTERM for itself: the loop has its own way to agree on the step after which all stop.
@@ -80,8 +92,6 @@ def join(environment: Mapping[str, str] | None = None) -> Processes | None:
         initialization_timeout=max(1, int(timeout)),
         heartbeat_timeout_seconds=heartbeat,
     )
-    _check_devices(_gather_devices(processes, timeout), expected)
-    return processes
 
 
 def _number(settings: Mapping[str, str], name: str, default: float) -> float:
@@ -160,7 +170,7 @@ def _local_devices() -> int:
 
 def _gather_devices(processes: Processes, timeout: float) -> dict[int, _Host]:
     """What every process sees, through the key-value store of the coordinator. Raises ProcessesError."""
-    client = store()
+    client = agreement.store()
     mine = {"name": socket.gethostname(), "devices": _local_devices()}
     client.key_value_set(f"mwjax/devices/{processes.process}", json.dumps(mine))
     deadline = time.monotonic() + timeout

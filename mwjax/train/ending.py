@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from mwjax.train.check_in import Peer, Processes
+from mwjax.train.stop import StoppedEarly
 
 NOTICED = 1.0  # seconds in which a closed connection is seen
 LINGER = 5.0  # seconds that process 0 waits for the others to end
@@ -24,17 +25,14 @@ FAILED, LOST = 70, 75  # exit status: a defect; another process was lost, and th
 
 
 @contextlib.contextmanager
-def ending_together(processes: Processes | None) -> Iterator[None]:
+def ending_together(processes: Processes) -> Iterator[None]:
     """For as long as the context lasts, an error of one process, or its death, ends all of them.
 
     A process that leaves with an exception tells it to the others; they print it and exit at once, wherever they wait,
-    with status 2 for what the user can put right (ValueError, OSError), 130 after a second Ctrl-C, else 70. Where a
-    process is gone without a word (killed, or its machine is), the others exit with status 75. Without other processes
-    it does nothing.
+    with status 2 for what the user can put right (ValueError, OSError), 130 after a second Ctrl-C, 143 after a SIGTERM
+    before training began, else 70. Where a process is gone without a word (killed, or its machine is), the others exit
+    with status 75.
     """
-    if processes is None:
-        yield
-        return
     listening = _Listening(processes)
     try:
         yield
@@ -63,15 +61,17 @@ class _Listening:
         time.sleep(NOTICED)  # it may come from another's death: then this process ends with that
         self.leaving.acquire()  # from here on the end of the others is no news
         words = str(error).strip() or type(error).__name__
-        status = 2 if isinstance(error, ValueError | OSError) else FAILED
-        status = 130 if isinstance(error, KeyboardInterrupt) else status
+        status = _status(error)
         self._tell(f"process {self.processes.process} ({socket.gethostname()}) failed: {words}", status)
-        # Before jax's own hook, which would wait for processes that are gone.
+        # Before jax's own hook, and before Python waits for threads: either would wait for processes that are gone.
         atexit.register(self._exit, status)
+        threading.Thread(target=self._exit_after_main, args=(status,), daemon=True).start()
 
     def _listen(self, peer: Peer) -> None:
-        said = peer.hear()
-        if said is not None and said.get("done"):
+        done = False
+        while (said := peer.hear()) is not None and said.get("done"):
+            done = True
+        if said is None and done:
             return
         if said is None:
             said = {
@@ -88,6 +88,10 @@ class _Listening:
         for peer in self.processes.peers:
             peer.say(end=end, status=status)
 
+    def _exit_after_main(self, status: int) -> NoReturn:
+        threading.main_thread().join()
+        self._exit(status)
+
     def _exit(self, status: int) -> NoReturn:
         if self.processes.process == 0:  # jax's coordinator: the others abort once it is gone
             deadline = time.monotonic() + LINGER
@@ -97,3 +101,12 @@ class _Listening:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _status(error: BaseException) -> int:
+    """The exit status of a process that leaves with an error."""
+    if isinstance(error, StoppedEarly):
+        return error.status
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, ValueError | OSError) else FAILED
