@@ -13,8 +13,9 @@ import json
 
 import pytest
 
+from mwjax import rollouts
 from mwjax.rollouts import Refusal
-from mwjax.rollouts.readers import Found, Remark, claude_code, detect
+from mwjax.rollouts.readers import Found, Remark, claude_code, detect, import_files
 from mwjax.tree import build
 from tests.test_readers_sessions import seen_by
 
@@ -224,3 +225,19 @@ def test_an_image_refuses_the_calls_that_saw_it(tmp_path, monkeypatch):
     (refusal,) = [item for item in items if isinstance(item, Refusal)]
     assert refusal.line == 4 and "only text can become token ids" in refusal.reason
     assert len(rollout.turns) == 1
+
+
+def test_a_session_that_was_resumed_in_another_file_trains_its_answers_once(tmp_path):
+    old = Session().user("u1", "Go").said("a1", "m1", text("First answer."))
+    resumed = Session().user("u1", "Go").said("a1", "m1", text("First answer."))
+    resumed.user("u2", "More").said("a2", "m2", text("Second answer."))
+    for line in resumed.lines:
+        line["sessionId"] = "s2"
+    files = [str(old.write(tmp_path)), str(resumed.write(tmp_path, "s2.jsonl"))]
+    done = import_files(files, tmp_path / "out.jsonl", options=OPTIONS)
+    trained = [[turn.trainable for turn in rollout.turns] for rollout in rollouts.read(tmp_path / "out.jsonl").rollouts]
+    assert trained == [[True], [False, True]] and done.records == done.used == 6
+    done = import_files(files[::-1], tmp_path / "out.jsonl", options=OPTIONS, overwrite=True)
+    (rollout,) = rollouts.read(tmp_path / "out.jsonl").rollouts
+    assert [turn.trainable for turn in rollout.turns] == [True, True]
+    assert (done.used, done.merged, done.records) == (4, 2, 6)

@@ -5,6 +5,8 @@ The files and what was sent were made by tests/fixtures/sessions/make.py.
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import sqlite3
 from pathlib import Path
@@ -12,8 +14,19 @@ from pathlib import Path
 import pytest
 
 from mwjax.quickstart import tokenizer_path
-from mwjax.rollouts import Refusal
-from mwjax.rollouts.readers import Found, Options, Remark, chat, codex, detect, opencode, qwen_code, rendering_for
+from mwjax.rollouts import Refusal, RolloutFileError
+from mwjax.rollouts.readers import (
+    Found,
+    Options,
+    Remark,
+    chat,
+    codex,
+    detect,
+    import_files,
+    opencode,
+    qwen_code,
+    rendering_for,
+)
 from mwjax.tree import build
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -101,6 +114,56 @@ def test_opencode_export_is_the_main_chain_of_the_database(database):
     main = [turn for turn in whole.turns if turn.chain == "main"]
     assert [turn.prompt_ids.tolist() for turn in exported.turns] == [turn.prompt_ids.tolist() for turn in main]
     assert [turn.completion_ids.tolist() for turn in exported.turns] == [turn.completion_ids.tolist() for turn in main]
+
+
+def changed(database, tmp_path, *statements):
+    path = tmp_path / "changed.db"
+    path.write_bytes(Path(database).read_bytes())
+    with sqlite3.connect(path) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+    return import_files([str(path)], tmp_path / "out.jsonl", options=OPTIONS, overwrite=True)
+
+
+def test_opencode_rows_that_are_damaged_or_left_over_are_refused_and_the_rest_is_kept(database, tmp_path):
+    whole = changed(database, tmp_path)
+    assert (whole.used, whole.records) == (20, 20)
+    child = "session_id IN (SELECT id FROM session WHERE parent_id IS NOT NULL)"
+    with sqlite3.connect(database) as connection:
+        ((size,),) = connection.execute(f"SELECT count(*) FROM message WHERE {child}").fetchall()
+    for broken in ("{", "null", "[1]"):
+        done = changed(database, tmp_path, f"UPDATE message SET data = '{broken}' WHERE {child}")
+        assert (done.used, len(done.refused), done.rollouts) == (20 - size, size, 1)
+        assert "is no object" in done.refused[0].reason
+    done = changed(database, tmp_path, f"UPDATE part SET data = '[1]' WHERE {child}")
+    assert (done.used, len(done.refused)) == (20 - size, size)
+    done = changed(database, tmp_path, "DELETE FROM session WHERE parent_id IS NOT NULL")
+    assert (done.used, len(done.refused)) == (20 - size, size)
+    assert "not in the database" in done.refused[0].reason
+
+
+def test_opencode_calls_that_saw_a_picture_are_refused_and_those_before_it_kept(tmp_path):
+    export = json.loads((SESSIONS / "opencode-export.json").read_text("utf-8"))
+    users = [each for each in export["messages"] if each["info"]["role"] == "user"]
+    users[-1]["parts"].append({"type": "file", "mime": "image/png", "url": "data:"})
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps(export))
+    done = import_files([str(path)], tmp_path / "out.jsonl", options=OPTIONS)
+    assert done.rollouts == 1 and done.refused and done.records == len(export["messages"])
+    assert all("image/png; only text can become" in refusal.reason for refusal in done.refused)
+
+
+def test_opencode_database_that_is_locked_or_compressed_says_what_to_do(database, tmp_path):
+    path, packed = tmp_path / "locked.db", tmp_path / "opencode.db.gz"
+    path.write_bytes(Path(database).read_bytes())
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(RolloutFileError, match=r"locked; a program writes to it: close that, or import a copy"):
+            list(opencode.read(str(path), OPTIONS))
+    with pytest.raises(RolloutFileError, match="decompress it first"):
+        list(opencode.read(str(packed), OPTIONS))
 
 
 def test_opencode_clears_old_tool_results_from_the_time_it_did(tmp_path):

@@ -159,6 +159,7 @@ class _Session:
             chain=self._chain(first),
             detail="compaction" if compacted else None,
             trainable="forkedFrom" not in entry,
+            identity=last.get("id") if isinstance(last.get("id"), str) else None,
             finish_reason=last.get("stop_reason"),
             time=seconds(entry.get("timestamp")),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +139,7 @@ def _rollouts(
     seen: dict[str, bytes],
 ) -> Iterator[Rollout]:
     """The rollouts of all files; everything else goes into ``result``. ``seen``: ids, and digests of what they name."""
+    answered: dict[bytes, str] = {}
     for file, reader in zip(files, readers):
         for item in reader.read(file, options):
             if isinstance(item, Refusal):
@@ -154,6 +155,19 @@ def _rollouts(
                 reason = f"{error.reason} (rollout {item.rollout.id!r})"
                 result.refused += [Refusal(file, item.line, error.field, reason)] * item.records
                 continue
+            copies = _copies(rollout, item.responses, file, answered)
+            if copies and len(copies) == len(rollout.turns):
+                again = Remark(
+                    "merged", file, item.line, "all its responses are in another file, as of a resumed session"
+                )
+                result.remarks += [again] * item.records
+                continue
+            if copies:
+                reason = "responses that another file has too, as of a resumed session, are context only here"
+                result.remarks.append(Remark("warning", file, item.line, reason))
+                turns = enumerate(rollout.turns)
+                kept = (dataclasses.replace(turn, trainable=turn.trainable and k not in copies) for k, turn in turns)
+                rollout = dataclasses.replace(rollout, turns=tuple(kept))
             digest = hashlib.sha256(as_line(as_object(dataclasses.replace(rollout, meta={})))).digest()
             if seen.get(rollout.id) == digest:
                 again = Remark("merged", file, item.line, "the same rollout again")
@@ -179,6 +193,18 @@ def _rollouts(
             yield rollout
     if not result.rollouts:
         raise _Nothing
+
+
+def _copies(rollout: Rollout, responses: Sequence[Hashable], file: str, answered: dict[bytes, str]) -> frozenset[int]:
+    """Turns with the same response and the same ids as one of another file. ``answered``: the file of every response."""
+    found = set()
+    for k, (turn, response) in enumerate(zip(rollout.turns, responses)):
+        if response is not None:
+            digest = hashlib.sha256(repr(response).encode("utf-8", "backslashreplace"))
+            digest.update(turn.prompt_ids.tobytes() + b"|" + turn.completion_ids.tobytes())
+            if answered.setdefault(digest.digest(), file) != file:
+                found.add(k)
+    return frozenset(found)
 
 
 def _checked(

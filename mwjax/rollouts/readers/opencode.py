@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mwjax.rollouts.errors import RecordError, Refusal, file_error
+from mwjax.rollouts.errors import RecordError, Refusal, RolloutFileError, file_error
 from mwjax.rollouts.fields import described
+from mwjax.rollouts.lines import is_compressed
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
-from mwjax.rollouts.readers.records import json_records
+from mwjax.rollouts.readers.records import head, json_records
 from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, with_causes
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
@@ -58,7 +59,10 @@ def read(path: str, options: Options) -> Iterator[Item]:
         database = file.read(len(SQLITE)) == SQLITE
     sessions: list[Session] = []
     if database:
-        sessions = _stored(path)
+        sessions, lost = _stored(path)
+        yield from [Refusal(path, 1, "message.session_id", "names a session that is not in the database")] * lost
+    elif is_compressed(path) and head(path).data.startswith(SQLITE):
+        raise RolloutFileError(f"cannot read {path}: it is a compressed database; decompress it first")
     else:
         for record in json_records(path, options):
             if isinstance(record, Refusal):
@@ -80,13 +84,16 @@ def read(path: str, options: Options) -> Iterator[Item]:
             continue  # a sub-agent, part of its parent's rollout
         calls: list[Seen] = []
         empty: list[str] = []
+        refused: list[RecordError] = []
         records = 0
         for chain, member in _family(session, children):
             records += len(member["messages"])
             try:
-                calls += _calls(member, chain, empty)
+                calls += _calls(_checked(member), chain, empty, refused)
             except RecordError as error:
-                yield Refusal(path, number, error.field, f"{error.reason} (session {member['info'].get('id')})")
+                refused += [error] * len(member["messages"])
+        for each in refused:
+            yield Refusal(path, number, each.field, f"{each.reason} (session {_name(session)})")
         order = sorted(range(len(calls)), key=lambda at: (calls[at].time or 0.0, at))
         calls = with_causes([calls[at] for at in order])
         for reason in empty:
@@ -99,7 +106,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 options,
                 rendering,
                 missing=[SYSTEM, TOOLS],
-                records=records - len(empty),
+                records=records - len(empty) - len(refused),
                 meta={"program": f"opencode {session['info'].get('version')}"},
             )
 
@@ -126,8 +133,9 @@ def _checked(session: Any) -> Session:
     return session
 
 
-def _stored(path: str) -> list[Session]:
-    """The sessions of a database, oldest first. Raises RolloutFileError."""
+def _stored(path: str) -> tuple[list[Session], int]:
+    """The sessions of a database, oldest first, not checked yet; and how many messages belong to none. Raises
+    RolloutFileError."""
     place = Path(path).expanduser().resolve()
     try:
         # The program may have it open, or have left its write-ahead log beside it.
@@ -140,19 +148,33 @@ def _stored(path: str) -> list[Session]:
                 for each in found
             }
             messages: dict[str, dict[str, Any]] = {}
+            lost = 0
             rows = connection.execute("SELECT id, session_id, data FROM message ORDER BY time_created, id")
             for name, session, data in rows:
-                messages[name] = {"info": {**json.loads(data), "id": name}, "parts": []}
+                messages[name] = {"info": _with_id(data, name), "parts": []}
                 if session in sessions:
                     sessions[session]["messages"].append(messages[name])
+                else:
+                    lost += 1
             for name, message, data in connection.execute(
                 "SELECT id, message_id, data FROM part ORDER BY message_id, id"
             ):
                 if message in messages:
-                    messages[message]["parts"].append({**json.loads(data), "id": name})
+                    messages[message]["parts"].append(_with_id(data, name))
     except (sqlite3.Error, ValueError) as error:
-        raise file_error("read", path, error, "; is it the database of OpenCode 1.x?") from None
-    return list(sessions.values())
+        locked = "locked" in str(error)
+        advice = "; a program writes to it: close that, or import a copy" if locked else "; is it OpenCode 1.x's?"
+        raise file_error("read", path, error, advice) from None
+    return list(sessions.values()), lost
+
+
+def _with_id(data: Any, name: str) -> dict[str, Any] | None:
+    """A row's JSON object; None where it is none."""
+    try:
+        value = json.loads(data)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return {**value, "id": name} if isinstance(value, dict) else None
 
 
 def _family(session: Session, children: Mapping[str, list[Session]]) -> Iterator[tuple[str, Session]]:
@@ -167,8 +189,8 @@ def _family(session: Session, children: Mapping[str, list[Session]]) -> Iterator
         below += children.get(_name(child), ())
 
 
-def _calls(session: Session, chain: str, empty: list[str]) -> list[Seen]:
-    """The calls of one session. Raises RecordError."""
+def _calls(session: Session, chain: str, empty: list[str], refused: list[RecordError]) -> list[Seen]:
+    """The calls of one session; ``empty`` and ``refused`` take what is to be said of the other answers."""
     messages = sorted(session["messages"], key=lambda each: (_created(each), str(each["info"].get("id"))))
     calls: list[Seen] = []
     detail = None
@@ -186,7 +208,11 @@ def _calls(session: Session, chain: str, empty: list[str]) -> list[Seen]:
             empty.append(f"the answer is empty{': ' + _error(info) if info.get('error') else ''}")
             continue
         now = _created(each)
-        history = _history(messages[:place], now)
+        try:
+            history = _history(messages[:place], now)
+        except RecordError as error:
+            refused.append(error)
+            continue
         results = {str(part.get("callID")): _result(part, now) for part in each["parts"] if part.get("type") == "tool"}
         for number, step in enumerate(steps):
             calls.append(
@@ -197,6 +223,7 @@ def _calls(session: Session, chain: str, empty: list[str]) -> list[Seen]:
                     chain=chain,
                     detail=detail,
                     trainable=not info.get("error"),
+                    identity=(str(info["id"]), number) if info.get("id") else None,
                     finish_reason=info.get("finish") if number == len(steps) - 1 else "tool-calls",
                     time=now / 1000 + number * 1e-6,
                 )

@@ -114,6 +114,7 @@ def _call(links: Links, uuid: str, chain: str) -> Seen | None:
     return Seen(
         tuple(_joined(history)),
         answers[0],
+        identity=uuid,
         line=links.lines[uuid],
         chain=chain,
         detail=detail,

@@ -11,7 +11,7 @@ every record of its file as part of one of these, so that nothing is dropped wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,11 +21,13 @@ from mwjax.rollouts.validate import parse_sampling
 
 
 class Found(NamedTuple):
-    """``line``: of the rollout's first record, from 1. ``records``: how many records of the file it was made of."""
+    """``line``: of the rollout's first record, from 1. ``records``: how many records of the file it was made of.
+    ``responses``: of every turn, the name of its response, where the log has one."""
 
     rollout: Rollout
     line: int
     records: int
+    responses: tuple[Hashable, ...] = ()
 
 
 class Remark(NamedTuple):

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -110,6 +110,7 @@ def rollout_items(
     records: how many records of the file it was made of, without those of refused calls.
     """
     turns: list[Turn] = []
+    responses: list[Hashable] = []
     details: dict[str, str] = {}
     notes: Counter[str] = Counter()
     latest: dict[str, Call] = {}
@@ -138,6 +139,7 @@ def rollout_items(
             if detail is not None:
                 details[str(turn)] = detail
         latest[seen.chain] = call
+        responses.append(seen.identity)
         turns.append(
             Turn(
                 prompt_ids=call.prompt_ids,
@@ -160,7 +162,7 @@ def rollout_items(
         **({"system_normalised": len(changing)} if changing and options.normalise_system else {}),
     }
     used = max(len(turns), (records or len(calls)) - refused)
-    yield Found(Rollout(name, tuple(turns), (), group, reward, whole), calls[0].line, used)
+    yield Found(Rollout(name, tuple(turns), (), group, reward, whole), calls[0].line, used, tuple(responses))
     yield from rendered_remarks(path, calls[0].line, notes, missing)
     if given and any(turn.chain != MAIN_CHAIN for turn in turns):
         reason = f"the {' and the '.join(given)} given are the main conversation's: sub-agents are context only"

@@ -144,7 +144,9 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
         name = session.name if len(found) == 1 else f"{session.name}/{number}"
         first = conversation.calls[0].line
         records = len({call.record for call in conversation.calls})
-        yield Found(Rollout(name, conversation.turns, (), session.group, session.reward, meta), first, records)
+        responses = tuple(call.identity for call in conversation.calls)
+        rollout = Rollout(name, conversation.turns, (), session.group, session.reward, meta)
+        yield Found(rollout, first, records, responses)
         yield from rendered_remarks(path, first, noted, missing)
         for turn in truncated:
             reason = "the completion was truncated at the token limit; kept"

@@ -128,7 +128,8 @@ def rollouts_of(path: str, sessions: Mapping[str, Session], options: Options) ->
             records = {call.record for call in conversation.calls}
             meta = _meta(session, conversation)
             rollout = Rollout(name, conversation.turns, (), session.group, session.reward, meta)
-            yield Found(rollout, conversation.calls[0].line, len(records))
+            responses = tuple(call.identity for call in conversation.calls)
+            yield Found(rollout, conversation.calls[0].line, len(records), responses)
         if len(found) > 1:
             reason = "a session without a name of its own held several conversations; each is a rollout"
             yield Remark("warning", path, found[0].calls[0].line, reason)
