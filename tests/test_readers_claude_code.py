@@ -17,7 +17,7 @@ from mwjax import rollouts
 from mwjax.rollouts import Refusal
 from mwjax.rollouts.readers import Found, Remark, claude_code, detect, import_files
 from mwjax.tree import build
-from tests.test_readers_sessions import seen_by
+from tests.test_readers_sessions import OPTIONS, seen_by
 
 
 class Session:

@@ -196,7 +196,7 @@ def _rollouts(
 
 
 def _copies(rollout: Rollout, responses: Sequence[Hashable], file: str, answered: dict[bytes, str]) -> frozenset[int]:
-    """Turns with the same response and the same ids as one of another file. ``answered``: the file of every response."""
+    """Turns with the response, and the ids, of one in another file. ``answered``: the file of every response."""
     found = set()
     for k, (turn, response) in enumerate(zip(rollout.turns, responses)):
         if response is not None:
