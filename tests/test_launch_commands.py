@@ -80,6 +80,21 @@ def test_a_file_that_is_shipped_may_be_named(config: str) -> None:
         job.plan(MACHINES, [config], bucket="gs://b", files=["r.jsonl", "./r.jsonl"])
     with pytest.raises(LaunchError, match="no such file"):
         job.plan(MACHINES, [config], bucket="gs://b", files=["q.jsonl"])
+    Path("log").write_text("")
+    with pytest.raises(LaunchError, match="log: mwjax keeps a file of that name"):
+        job.plan(MACHINES, [config], bucket="gs://b", files=["log"])
+
+
+def test_what_a_run_needs_is_installed(config: str) -> None:
+    """Not only found missing on hosts that are paid for; and another Python is another installation."""
+    tracked = job.plan(MACHINES, [config, "tracking.wandb=p", "tracking.tensorboard=true"], bucket="gs://b")
+    assert tracked.extras == ("tpu", "gcs", "tensorboard", "wandb")
+    script = remote.install(tracked, "w.whl", "d")
+    assert '"mwjax[tpu,gcs,tensorboard,wandb] @ file://$PWD/w.whl"' in script
+    plain = job.plan(MACHINES, [config], bucket="gs://b")
+    newer = job.plan(MACHINES, [config], bucket="gs://b", python="3.13")
+    made = {made: remote.install(made, "w.whl", "d").splitlines()[-1] for made in (tracked, plain, newer)}
+    assert len(set(made.values())) == 3 and made[plain] == "echo 'd tpu,gcs 3.12' > installed"
 
 
 @pytest.mark.parametrize(

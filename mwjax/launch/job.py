@@ -17,6 +17,9 @@ Capacity = Literal["on-demand", "spot", "reserved"]
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 BUCKET = re.compile(r"gs://[a-z0-9][-_.a-z0-9]*(/[^\s/]+)*/*")
 SECRET = re.compile(r".*(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)", re.IGNORECASE)  # names of variables that hold one
+EXTRAS = ("tpu", "gcs")  # of mwjax, that every host needs
+# Names of files that stand beside those of the job: see `remote`.
+TAKEN = ("installed", "job", "log", "log.before", "pid", "secrets", "status", "status.new", "stopped", "venv")
 ELSEWHERE = ("gs://", "s3://", "http://", "https://")  # names that mean the same on every machine
 
 
@@ -66,14 +69,15 @@ class Machines:
 @dataclass(frozen=True)
 class Job:
     """What runs on every host. command: the same everywhere. files: copied into its working directory. environment:
-    beside what the hosts have. secrets: the same, in no command line and in nothing that is printed. python: version of
-    the interpreter that is installed for it."""
+    beside what the hosts have. secrets: the same, in no command line and in nothing that is printed. extras: of mwjax,
+    to be installed. python: version of the interpreter that is installed for it."""
 
     machines: Machines
     command: tuple[str, ...]
     files: tuple[Path, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    extras: tuple[str, ...] = EXTRAS
     python: str = "3.12"
 
     @property
@@ -126,19 +130,23 @@ def plan(
     for file in shipped:
         if not file.is_file():
             raise LaunchError(f"--file {file}: no such file")
-    command = tuple(words)
+    command, extras = tuple(words), [*EXTRAS]
     if words[0].endswith((".yaml", ".yml")):
-        command, config = _train(machines.name, words, bucket, {file.name for file in shipped})
-        shipped = (config, *shipped)
+        command, config, more = _train(machines.name, words, bucket, {file.name for file in shipped})
+        shipped, extras = (config, *shipped), [*EXTRAS, *more]
     names = [file.name for file in shipped]
+    if taken := sorted(set(names) & set(TAKEN)):
+        raise LaunchError(f"{taken[0]}: mwjax keeps a file of that name beside the job's: give it another name")
     if len(set(names)) < len(names):
         raise LaunchError(f"files of one name would overwrite each other on the hosts: {', '.join(sorted(names))}")
     plain, secrets = _environment(machines, bucket, environment, counted)
-    return Job(machines, command, shipped, plain, secrets, python)
+    return Job(machines, command, shipped, plain, secrets, tuple(extras), python)
 
 
-def _train(name: str, words: Sequence[str], bucket: str | None, shipped: set[str]) -> tuple[tuple[str, ...], Path]:
-    """The command on the hosts, and the configuration to copy there."""
+def _train(
+    name: str, words: Sequence[str], bucket: str | None, shipped: set[str]
+) -> tuple[tuple[str, ...], Path, list[str]]:
+    """The command on the hosts, the configuration to copy there, and the extras of mwjax that it needs."""
     from mwjax.train import load
 
     config, overrides = Path(words[0]), list(words[1:])
@@ -165,7 +173,8 @@ def _train(name: str, words: Sequence[str], bucket: str | None, shipped: set[str
                 f"give its gs:// name; or, if it is one small file, add --file {value} and name it {Path(value).name} "
                 "in the options"
             )
-    return ("mwjax", "train", config.name, *overrides), config
+    trackers = {"tensorboard": settings.tracking.tensorboard, "wandb": settings.tracking.wandb}
+    return ("mwjax", "train", config.name, *overrides), config, [name for name, wanted in trackers.items() if wanted]
 
 
 Variables = tuple[tuple[str, str], ...]

@@ -16,7 +16,6 @@ SECRETS = "secrets"  # the file of that name there
 MARK = "\x1emwjax-"
 _OCTAL = r"\036mwjax-"
 _ENTER = f'cd "$HOME/{FOLDER}"'
-EXTRAS = "tpu,gcs"
 
 
 def prepare() -> str:
@@ -40,21 +39,23 @@ def _leave_alone(job: Job) -> list[str]:
 
 
 def install(job: Job, wheel: str, digest: str) -> str:
-    """Installs the wheel that was copied into the folder, unless the same one is installed already, or the job runs.
+    """Installs the wheel that was copied into the folder, unless the same is installed already, or the job runs.
 
     The hosts' own Python is older than mwjax's; uv brings one. PIP_BREAK_SYSTEM_PACKAGES: newer images refuse a plain
     ``pip install --user``.
     """
+    extras = ",".join(job.extras)
+    tag = shlex.quote(f"{digest} {extras} {job.python}")
     return "\n".join(
         [
             f"set -e; {_ENTER}",
             *_leave_alone(job),
-            f'if [ "$(cat installed 2>/dev/null)" = {digest} ]; then exit 0; fi',
+            f'if [ "$(cat installed 2>/dev/null)" = {tag} ]; then exit 0; fi',
             'export PATH="$HOME/.local/bin:$PATH" PIP_BREAK_SYSTEM_PACKAGES=1',
             "command -v uv >/dev/null || python3 -m pip install --quiet --user uv",
             f"uv venv --quiet --clear --python {shlex.quote(job.python)} venv",
-            f'uv pip install --quiet --python venv/bin/python "mwjax[{EXTRAS}] @ file://$PWD/{wheel}"',
-            f"echo {digest} > installed",
+            f'uv pip install --quiet --python venv/bin/python "mwjax[{extras}] @ file://$PWD/{wheel}"',
+            f"echo {tag} > installed",
         ]
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import shlex
 
-from mwjax.launch import remote, wheel
+from mwjax.launch import wheel
 from mwjax.launch.commands import Command
 from mwjax.launch.job import Job
 
@@ -28,7 +28,8 @@ def submit_commands(job: Job, cluster: str, built: str, max_restarts: int) -> li
     given = [f"{variable}={value}" for variable, value in job.environment]
     listed = [*given, *(variable for variable, _ in job.secrets)]
     name = built.rpartition("/")[2]
-    install = f'pip install --quiet "mwjax[{remote.EXTRAS}] @ file://$PWD/{name}"'
+    extras = ",".join(job.extras)
+    install = f'pip install --quiet "mwjax[{extras}] @ file://$PWD/{name}"'
     return [
         ("mkdir", "-p", str(scripts)),
         ("cp", built, *map(str, job.files), str(scripts)),
