@@ -126,13 +126,10 @@ def _mixture(
     count = len(gate)
     place, sizes = _places(chosen - first, count)
     pair = _order(chosen - first, count)[: len(tokens) * min(per_token, count)]
-    here = (jnp.arange(len(pair)) < sizes.sum())[:, None]
-
-    rows = jnp.where(here, _to_pairs(tokens, pair, place), 0)
+    # Past this device's pairs, rows mean nothing all the way; nothing reads them, in either direction.
+    rows = _to_pairs(tokens, pair, place)
     inner = jax.nn.silu(grouped_matmul(rows, gate, sizes)) * grouped_matmul(rows, up, sizes)
-    share = weights.astype(x.dtype).reshape(-1)[pair][:, None]
-    output = jnp.where(here, grouped_matmul(inner, down, sizes), 0) * share
-    output = _to_tokens(output, pair, place).reshape(1, *x.shape)
+    output = _to_tokens(grouped_matmul(inner, down, sizes), weights, pair, place).reshape(1, *x.shape)
     return output, None if weight is None else _sums(weight.reshape(-1), chosen, probability, split)
 
 
@@ -167,25 +164,36 @@ def _order(expert: jax.Array, count: int) -> jax.Array:
     return jax.lax.sort(group * pairs + jnp.arange(pairs, dtype=jnp.int32), is_stable=False) % pairs
 
 
-# Either move goes back as the other: both directions of both are gathers, and no scatter is needed.
+# Either move goes back as a gather too: no scatter is needed.
 @jax.custom_vjp
 def _to_pairs(tokens: jax.Array, pair: jax.Array, place: jax.Array) -> jax.Array:
     """tokens [N, D] -> [M, D]: the tokens of the first M pairs in order. pair: int [M], the numbers of those pairs;
-    place: int [N, per_token], where in the order every pair stands."""
+    place: int [N, per_token], where in the order every pair stands, or some place from M on."""
     return tokens[pair // place.shape[1]]
 
 
 @jax.custom_vjp
-def _to_tokens(rows: jax.Array, pair: jax.Array, place: jax.Array) -> jax.Array:
-    """rows [M, D] of the first M pairs in order -> [N, D]: for every token the sum over its pairs."""
-    return rows.at[place].get(mode="fill", fill_value=0).sum(axis=1)
+def _to_tokens(rows: jax.Array, weights: jax.Array, pair: jax.Array, place: jax.Array) -> jax.Array:
+    """rows [M, D] of the first M pairs in order, weights [N, per_token] -> [N, D] of the rows' dtype: for every token
+    the weighted sum over its pairs."""
+    return (_of_tokens(rows, place) * weights[..., None]).sum(axis=1).astype(rows.dtype)
+
+
+def _of_tokens(rows: jax.Array, place: jax.Array) -> jax.Array:
+    """rows [M, ...] -> [N, per_token, ...], zeros for pairs that stand at no row."""
+    return rows.at[place].get(mode="fill", fill_value=0)
+
+
+def _to_tokens_backward(saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array | None, ...]:
+    rows, weights, pair, place = saved
+    moved = _to_pairs(gradient, pair, place)
+    to_rows = moved * weights.reshape(-1)[pair][:, None]
+    to_weights = (moved.astype(weights.dtype) * rows).sum(axis=1)
+    return to_rows.astype(rows.dtype), _of_tokens(to_weights, place), None, None
 
 
 _to_pairs.defvjp(
-    lambda tokens, pair, place: (_to_pairs(tokens, pair, place), (pair, place)),
-    lambda moved, gradient: (_to_tokens(gradient, *moved), None, None),
+    lambda tokens, pair, place: (_to_pairs(tokens, pair, place), place),
+    lambda place, gradient: (_of_tokens(gradient, place).sum(axis=1), None, None),
 )
-_to_tokens.defvjp(
-    lambda rows, pair, place: (_to_tokens(rows, pair, place), (pair, place)),
-    lambda moved, gradient: (_to_pairs(gradient, *moved), None, None),
-)
+_to_tokens.defvjp(lambda *given: (_to_tokens(*given), given), _to_tokens_backward)
