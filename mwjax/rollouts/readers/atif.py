@@ -18,7 +18,7 @@ from mwjax.rollouts.fields import described, log_probabilities, number, token_id
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.rendered import of_one_record, rendering_for, rollout_items, seconds
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at, check_usage
 from mwjax.rollouts.readers.supplied import SYSTEM, TOOLS
@@ -79,8 +79,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             reward=reward,
             meta=meta,
         )
-        for item in items:
-            yield item._replace(records=1) if isinstance(item, Found) else item
+        yield from of_one_record(items)
 
 
 def _said_of(value: Mapping[str, Any], options: Options) -> tuple[str | None, float | None]:

@@ -15,6 +15,7 @@ from mwjax.rollouts.readers import (
     chat_log,
     claude_code,
     codex,
+    conversation,
     engine_log,
     har,
     opencode,
@@ -40,6 +41,7 @@ _MODULES: tuple[ModuleType, ...] = (
     trl,
     verl,
     chat_log,
+    conversation,
     har,
     atif,
     claude_code,
@@ -47,6 +49,16 @@ _MODULES: tuple[ModuleType, ...] = (
     codex,
     qwen_code,
 )
+# What trainers also write, and no reader takes.
+BINARY = {
+    b"PAR1": "a Parquet file; write it as JSON Lines, as with "
+    "pandas.read_parquet(FILE).to_json(OUT, orient='records', lines=True)",
+    b"ARROW1": "an Arrow file; write it as JSON Lines, as with datasets.Dataset.from_file(FILE).to_json(OUT)",
+    b"\x80": "a pickle, such as verl's DataProto, and reading one runs whatever is in it; where it was made, write "
+    "JSON Lines of its rows, tensors as .tolist()",
+    b"\x93NUMPY": "an array of numpy; write JSON Lines of rows, arrays as .tolist()",
+    b"PK\x03\x04": "an archive of torch or numpy and no dump of slime; write JSON Lines of rows, tensors as .tolist()",
+}
 READERS: dict[str, Reader] = {module.NAME: cast(Reader, module) for module in _MODULES}
 
 
@@ -70,6 +82,9 @@ def detect(path: str) -> Reader:
     if claims:
         names = " and ".join(reader.NAME for reader in claims)
         raise RolloutFileError(f"cannot import {path}: it could be {names}; say which with --format")
+    for magic, what in BINARY.items():
+        if beginning.data.startswith(magic):
+            raise RolloutFileError(f"cannot import {path}: it is {what}")
     if beginning.records and isinstance(beginning.records[0], dict) and {"id", "turns"} <= beginning.records[0].keys():
         raise RolloutFileError(f"{path} holds rollouts already: inspect, audit and train take it as it is")
     seen = ""

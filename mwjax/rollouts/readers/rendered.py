@@ -7,11 +7,12 @@ not what an engine saw, and it has no log-probs. ``meta.context_incomplete`` lis
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -171,6 +172,23 @@ def rollout_items(
     if line is not None:
         reason = "a summary was sampled in a call that the log does not hold: its text is context only"
         yield Remark("warning", path, line, reason)
+
+
+def of_one_record(items: Iterable[Item]) -> Iterator[Item]:
+    """The items of a rollout that is one record: calls that cannot be rendered are left out of it, and said to be; it
+    is refused where none can."""
+    made = list(items)
+    kept = any(isinstance(item, Found) for item in made)
+    refusals = (item for item in made if isinstance(item, Refusal))
+    if not kept:
+        yield from itertools.islice(refusals, 1)
+    for item in made:
+        if isinstance(item, Found):
+            yield item._replace(records=1)
+        elif isinstance(item, Remark):
+            yield item
+        elif kept:
+            yield Remark("warning", item.file, item.line, f"a call is left out: {item.field} {item.reason}")
 
 
 def _steady(calls: Sequence[Seen], options: Options) -> tuple[list[Seen], list[str]]:

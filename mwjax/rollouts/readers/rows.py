@@ -89,7 +89,7 @@ def read_rows(
 def flat(value: Any, field: str) -> list[list[Any]]:
     """A list, or a batch of lists, as a batch."""
     if not isinstance(value, list):
-        raise RecordError(field, f"is {described(value)}, must be a list")
+        raise RecordError(field, f"is {described(value)}, must be a list, as a tensor's .tolist() gives it")
     if value and all(isinstance(each, list) for each in value):
         return value
     return [value]
