@@ -25,6 +25,7 @@ from mwjax.train.config import MeshConfig, RunConfig
 from mwjax.tree import RowShape
 
 SHORTEST = 1024  # tokens; rows are not cut below this
+PAIR_PASSES = 64  # a layer's reads and writes of [pairs of token and expert, width], and of what grows with them
 
 
 class Candidate(NamedTuple):
@@ -154,7 +155,9 @@ def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice, rows_a_st
     )
     work = flops.work(layout.shape, layout.rows_per_microbatch, 1.0)
     computed = flops.accumulate(setup.step_config(config, shape), trained, whole, work).total
-    limits = roofline.limits(slice_.generation, mesh.devices, computed, 0.0, _sent(config, shape, shares))
+    limits = roofline.limits(
+        slice_.generation, mesh.devices, computed, _moved(config, shape, shares), _sent(config, shape, shares)
+    )
     # Transfers are never wholly hidden behind the work.
     seconds = limits.seconds + 0.3 * min(limits.compute, limits.links)
     microbatches = -(-rows_a_step // layout.rows_per_microbatch)
@@ -163,6 +166,17 @@ def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice, rows_a_st
 
 def _elements(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _moved(config: RunConfig, shape: model.ModelConfig, shares: _Shares) -> float:
+    """Bytes a device moves in main memory for a micro-batch's pairs of token and chosen expert, which limit a mixture
+    of experts; little else limits a step so. Every device of ``tensor`` lays out the pairs of the others' experts too.
+    """
+    if shape.experts is None:
+        return 0.0
+    pairs = shape.experts.per_token * (shares.tokens + shares.teacher_tokens / 3)
+    passes = PAIR_PASSES if config.model.remat != "none" else PAIR_PASSES * 3 / 4
+    return shape.layers * pairs * shape.width * shares.itemsize * passes
 
 
 def _sent(config: RunConfig, shape: model.ModelConfig, shares: _Shares) -> float:
