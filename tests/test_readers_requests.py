@@ -406,6 +406,36 @@ def test_thinking_in_any_form_is_rendered_or_said_to_be_missing(tmp_path, messag
     assert ("Think." in text) == (not hidden and bool(message))
 
 
+def test_thinking_for_which_the_template_has_no_place_is_said_to_be_left_out(tmp_path):
+    template = tmp_path / "plain.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    path = write(tmp_path, [chat(GO, said("Rope.", reasoning_content="Think."), "r1")])
+    (rollout,), remarks = read(path, Options(tokenizer=OPTIONS.tokenizer, template=str(template)))
+    assert rollout.meta["rendered"]["notes"] == {"thinking_left_out": 1}
+    assert "answers are rendered without it" in remarks[0].reason
+    assert not read(path)[1]
+
+
+def test_the_check_renders_a_date_as_of_the_call(tmp_path):
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%Y') }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rendering = rendering_for("test", Options(tokenizer=OPTIONS.tokenizer, template=str(template)))
+    turn = rendering.turn(GO, said("Rope."), now=1.0e9)  # in 2001
+    record = chat(GO, said("Rope."), "r1", tools=())
+    record["timestamp"] = 1.0e9
+    record["response"]["prompt_token_ids"] = turn.prompt_ids.tolist()
+    record["response"]["choices"][0]["token_ids"] = turn.completion_ids.tolist()
+    skew = check_rendering(write(tmp_path, [record]), rendering)
+    assert (skew.calls, skew.same_prompts, skew.same_completions) == (1, 1, 1)
+
+
 def test_reasoning_items_without_their_text_make_the_context_incomplete(tmp_path):
     items = [{"type": "reasoning", "id": "rs", "summary": []}, text_item("Rope.")]
     (rollout,), _ = read(write(tmp_path, [responses([{"role": "user", "content": "Go"}], items, "r1")]))

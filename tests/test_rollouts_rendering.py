@@ -192,11 +192,35 @@ def test_a_developer_is_the_system_where_the_template_knows_no_developer():
         ("{{ ''.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
         ("{{ messages[7].content + 'a' }}", "(refuses|fails)"),
         ("{{ 1 + 'a' }}", "fails on the messages: TypeError"),
+        ("{{ 1 // 0 }}", "fails on the messages: ZeroDivisionError"),
     ],
 )
 def test_templates_that_refuse_or_fail_are_messages(template, message):
     with pytest.raises(RenderingError, match=message):
         of(template).text([user("Go")], add_generation_prompt=False)
+
+
+def test_arguments_stay_text_for_templates_that_put_them_into_text():
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'call ' + c.function.arguments }}{% endfor %}"
+    )
+    template += "{% endfor %}"
+    given = [{"function": {"name": "read", "arguments": arguments}} for arguments in ('{"path":"é"}', {"path": "é"})]
+    texts = [of(template).text([{**CALLING, "tool_calls": [call]}], add_generation_prompt=False) for call in given]
+    assert texts == ['call {"path":"é"}', 'call {"path": "é"}']
+
+
+def test_a_token_that_no_file_names_is_not_left_out_without_a_word(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    folder = _folder(tmp_path)
+    for path in (folder, folder / "tokenizer.json"):
+        with pytest.raises(RenderingError, match=r"writes bos_token, which .* put the model's tokenizer_config\.json"):
+            load(path, folder / "t.jinja")
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "<|im_end|>"}')
+    for path in (folder, folder / "tokenizer.json"):
+        found = load(path, folder / "t.jinja")
+        assert found.text([user("Go")], add_generation_prompt=False) == "<s>Go"
+        assert found.stops == {TOKENIZER.token_to_id("<|im_end|>")}
 
 
 def _folder(tmp_path, **files):

@@ -7,6 +7,7 @@ template runs in Jinja's sandbox with what Hugging Face templates expect: ``tojs
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 import numpy as np
@@ -82,11 +84,15 @@ class Rendering:
           RenderingError: the template refuses the messages or fails on them.
         """
         moment = datetime.datetime.now() if now is None else datetime.datetime.fromtimestamp(now)
+
+        def rendered(parsed: bool) -> str:
+            shown = [self._message(message, parsed) for message in messages]
+            return self._compiled.render({**variables, "messages": shown})
+
         variables = {
             **self.special,
             **self.options,
             **(options or {}),
-            "messages": [self._message(message) for message in messages],
             "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -94,10 +100,15 @@ class Rendering:
             "raise_exception": _raise_exception,
         }
         try:
-            return self._compiled.render(variables)
+            try:
+                return rendered(parsed=True)
+            except TypeError:  # a template that puts arguments into its text as they come (DeepSeek's)
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                return rendered(parsed=False)
         except jinja2.TemplateError as error:
             raise RenderingError(f"the chat template refuses the messages: {error}") from None
-        except (TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError) as error:
+        except Exception as error:  # a template can fail in any way
             raise RenderingError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from None
 
     def encode(self, text: str) -> np.ndarray:
@@ -161,9 +172,9 @@ class Rendering:
             return ids
         return ids[: ends[-1]] if truncated else ids[: ends[-1] + 1]
 
-    def _message(self, message: Message) -> dict[str, Any]:
+    def _message(self, message: Message, parsed: bool) -> dict[str, Any]:
         """As engines hand it to the template: text in one string (in parts for templates that read parts), arguments
-        parsed, and the reasoning under all names that templates use."""
+        parsed (or as JSON), and the reasoning under all names that templates use."""
         result = dict(message)
         if result["role"] == "developer" and "developer" not in self.template:
             result["role"] = "system"  # many templates drop roles that they do not know
@@ -173,7 +184,7 @@ class Rendering:
         if reasoning := result.get("reasoning_content"):
             result.update(reasoning=reasoning, thinking=reasoning)
         if result.get("tool_calls"):
-            result["tool_calls"] = [_parsed_call(call) for call in result["tool_calls"]]
+            result["tool_calls"] = [_with_arguments(call, parsed) for call in result["tool_calls"]]
         else:
             result.pop("tool_calls", None)
         return result
@@ -233,7 +244,7 @@ def load(path: str | os.PathLike[str], template: str | os.PathLike[str] | None =
 
     In a folder: ``tokenizer.json``; the template from ``chat_template.jinja``, ``chat_template.json`` or
     ``tokenizer_config.json`` unless ``template`` names a file; the tokens that end a completion from
-    ``generation_config.json`` and ``tokenizer_config.json``.
+    ``generation_config.json`` and ``tokenizer_config.json``, which are read beside a tokenizer.json too.
 
     Raises:
       RenderingError: a file is missing or not what it should be; the message says which and what to do.
@@ -248,8 +259,9 @@ def load(path: str | os.PathLike[str], template: str | os.PathLike[str] | None =
         raise RenderingError(f"{file_error('read', file, error)}{advice}") from None
     except Exception as error:  # the library's own exception type
         raise RenderingError(f"{file} is not a tokenizer.json: {error}") from None
-    config = _json(folder / "tokenizer_config.json") if folder else {}
-    generation = _json(folder / "generation_config.json") if folder else {}
+    # Beside a tokenizer.json that is given alone there may be the others of its model.
+    named_tokens = file.with_name("tokenizer_config.json")
+    config, generation = _json(named_tokens), _json(file.with_name("generation_config.json"))
     special: dict[str, str] = {}
     for name, value in config.items():
         word = value.get("content") if isinstance(value, dict) else value
@@ -264,9 +276,15 @@ def load(path: str | os.PathLike[str], template: str | os.PathLike[str] | None =
         where = f"{place} has no chat template" if folder else f"{place} is a tokenizer without a chat template"
         raise RenderingError(f"{where}; give one with --template FILE.jinja")
     try:
-        _environment().parse(text)
+        used = jinja2.meta.find_undeclared_variables(_environment().parse(text))
     except jinja2.TemplateSyntaxError as error:
         raise RenderingError(f"the chat template ({template or place}) line {error.lineno}: {error.message}") from None
+    unknown = sorted(name for name in used - special.keys() if name in ("bos_token", "eos_token"))
+    if unknown and not named_tokens.exists():
+        raise RenderingError(
+            f"the chat template ({template or place}) writes {' and '.join(unknown)}, which {place} does not name: "
+            "put the model's tokenizer_config.json beside tokenizer.json"
+        )
     return Rendering(text, tokenizer, special, stops=frozenset(ids), source=str(path))
 
 
@@ -302,15 +320,15 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as an object: engines parse the JSON string before templates see it."""
+def _with_arguments(call: Mapping[str, Any], parsed: bool) -> dict[str, Any]:
+    """Arguments as an object, since engines parse the JSON string before templates see it; or as that string."""
     function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        try:
-            parsed = json.loads(function["arguments"] or "{}")
-        except ValueError:
-            parsed = function["arguments"]
-        function["arguments"] = parsed
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and parsed:
+        with contextlib.suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(arguments or "{}")
+    elif not isinstance(arguments, str) and not parsed:
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": function}
 
 

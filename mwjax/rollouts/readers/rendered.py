@@ -30,6 +30,7 @@ from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
 from mwjax.rollouts.rendering import Rendering, RenderingError, load
 
+UNTHOUGHT = "thinking_left_out"
 TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")
 
 
@@ -88,7 +89,8 @@ def rendered_call(seen: Seen, rendering: Rendering, record: int) -> tuple[Call, 
         answer=answered("chat.completions", {"choices": [{"message": seen.answer}]}),
         trainable=seen.trainable,
     )
-    return call, turn.note
+    thought = str(seen.answer.get("reasoning_content") or "").strip()
+    return call, UNTHOUGHT if thought and thought not in turn.text else turn.note
 
 
 def rollout_items(
@@ -250,6 +252,9 @@ def rendered_meta(rendering: Rendering, notes: Mapping[str, int], missing: Seque
 def rendered_remarks(path: str, line: int, notes: Mapping[str, int], missing: Sequence[str]) -> Iterator[Remark]:
     if missing:
         reason = f"the log does not hold the {', the '.join(missing)}: context_incomplete, inspect and audit only"
+        yield Remark("warning", path, line, reason)
+    if notes.get(UNTHOUGHT):
+        reason = "the template leaves out the thinking that the log has: answers are rendered without it"
         yield Remark("warning", path, line, reason)
     if notes.get("reopened"):
         yield Remark(

@@ -15,11 +15,12 @@ import numpy as np
 from mwjax.rollouts.engine_ids import Endpoint, prompt_ids, sampled
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.readers import calls_log, chat
-from mwjax.rollouts.readers.chat_log import exchange_in
+from mwjax.rollouts.readers.chat_log import TIMES, exchange_in
 from mwjax.rollouts.readers.reader import Options
 from mwjax.rollouts.readers.records import json_records
 from mwjax.rollouts.readers.rendered import TRUNCATED
 from mwjax.rollouts.readers.requests import answers, asked_messages, endpoint_of
+from mwjax.rollouts.readers.sessions import time_in
 from mwjax.rollouts.rendering import Rendering, RenderingError
 
 SHOWN = 24  # characters on either side of a difference
@@ -79,6 +80,7 @@ class _Recorded(NamedTuple):
     response: Mapping[str, Any]
     prompt: Sequence[int]
     completions: Mapping[int, Sequence[int]]
+    time: float | None
 
 
 def check_rendering(path: str, rendering: Rendering) -> Skew:
@@ -107,7 +109,8 @@ def _compare(found: _Recorded, rendering: Rendering, skew: Skew) -> None:
         ids = found.completions.get(index)
         if ids is None:
             continue
-        turn = rendering.turn(messages, answer, tools, truncated=reason in TRUNCATED, options=options)
+        truncated = reason in TRUNCATED
+        turn = rendering.turn(messages, answer, tools, truncated=truncated, options=options, now=found.time)
         skew.calls += 1
         skew.same_prompts += _same(found.line, "prompt", found.prompt, turn.prompt_ids, rendering, skew)
         skew.same_completions += _same(found.line, "completion", ids, turn.completion_ids, rendering, skew)
@@ -151,4 +154,5 @@ def _recorded(line: int, value: Any) -> _Recorded | None:
         completions = {each.choice: each.completion_ids for each in sampled(endpoint, response) if each.completion_ids}
     if not isinstance(request, Mapping) or not isinstance(response, Mapping) or not prompt or not completions:
         return None
-    return _Recorded(line, cast(Endpoint, endpoint), request, response, prompt, completions)
+    time = time_in(value, *TIMES)
+    return _Recorded(line, cast(Endpoint, endpoint), request, response, prompt, completions, time)

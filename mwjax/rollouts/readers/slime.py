@@ -64,9 +64,8 @@ def _samples(dump: Any, line: int = 1) -> Iterator[Record]:
     step = dump.get("rollout_id") if isinstance(dump, dict) else None
     listed = dump.get("samples") if isinstance(dump, dict) else None
     if not isinstance(listed, list):
-        raise ValueError(
-            "the dump has no list of samples: it is not one of --save-debug-rollout-data; write JSON Lines of rows instead, tensors as .tolist()"
-        )
+        advice = "write JSON Lines of its rows instead, tensors as .tolist()"
+        raise ValueError(f"the file has no list of samples: it is no dump of --save-debug-rollout-data; {advice}")
     for place, sample in enumerate(listed):
         known = {**sample, "step": step} if isinstance(sample, dict) else sample
         yield Record(line, f"samples[{place}]", known)

@@ -7,7 +7,8 @@ Fields as trl 1.16.0 has them (trl/trainer/grpo_trainer.py): of ``_generate_and_
 ``env_mask`` as the tool mask. A rollout that is several rows, as with a harness that edits its context, has a field of
 ``rows.ROLLOUT`` beside them; ``reward`` and ``group`` are the user's.
 
-The parquet files of ``log_completions`` hold messages or text: see :mod:`conversation`. TRL runs vLLM with ``processed_logprobs``.
+The parquet files of ``log_completions`` hold messages or text (:mod:`conversation`). TRL runs vLLM with
+``processed_logprobs``.
 """
 
 from __future__ import annotations
