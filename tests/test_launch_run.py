@@ -106,7 +106,10 @@ def test_several_slices(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> Non
 TAKEN_ONCE = """
 echo "life $(ls "$FAKE_CLOUD/gone" 2>/dev/null | wc -l)"
 if [ ! -d "$FAKE_CLOUD/gone" ]; then
-  if [ "$HOST" = job.0 ]; then sleep 0.3; touch "$FAKE_CLOUD/taken"; fi
+  if [ "$HOST" = job.0 ]; then
+    until [ "$(grep -c mwjax-log "$FAKE_CLOUD/calls.jsonl")" -ge 2 ]; do sleep 0.1; done  # its log is being read
+    sleep 0.5; touch "$FAKE_CLOUD/taken"
+  fi
   exec sleep 60
 fi
 """

@@ -70,31 +70,33 @@ def carry_out(asked: Request) -> int:
         TimeElapsedColumn(),
     )
     made: list[plan.Planned] = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        for slice_ in slices:
-            task = bar.add_task(slice_.name, total=None)
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            for slice_ in slices:
+                task = bar.add_task(slice_.name, total=None)
 
-            def say(what: str, done: int, most: int, task: int = task) -> None:
-                bar.update(task, description=what, completed=done, total=most)  # type: ignore[arg-type]
-                if not console.is_terminal:
-                    print(f"mwjax: {what}", file=sys.stderr, flush=True)
+                def say(what: str, done: int, most: int, task: int = task) -> None:
+                    bar.update(task, description=what, completed=done, total=most)  # type: ignore[arg-type]
+                    if not console.is_terminal:
+                        print(f"mwjax: {what}", file=sys.stderr, flush=True)
 
-            making = functools.partial(
-                plan.make,
-                config,
-                slice_,
-                auto=asked.auto,
-                density=asked.density,
-                microbatches=asked.microbatches,
-                tries=asked.tries,
-                say=say,
-            )
-            made.append(_interruptibly(making, bar.stop))
-            bar.remove_task(task)
-            if not asked.as_json:
-                plan_report.show(made[-1], results)
-    if asked.as_json:
-        print(json.dumps(plan_report.to_json(made), indent=1))
+                making = functools.partial(
+                    plan.make,
+                    config,
+                    slice_,
+                    auto=asked.auto,
+                    density=asked.density,
+                    microbatches=asked.microbatches,
+                    tries=asked.tries,
+                    say=say,
+                )
+                made.append(_interruptibly(making, bar.stop))
+                bar.remove_task(task)
+                if not asked.as_json:
+                    plan_report.show(made[-1], results)
+    finally:  # also where a later slice is refused: these took minutes
+        if asked.as_json and made:
+            print(json.dumps(plan_report.to_json(made), indent=1))
     return 0 if all(one.fitting is not None for one in made) else 1
 
 
@@ -109,8 +111,8 @@ def _interruptibly(work: Callable[[], T], leaving: Callable[[], None]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
     try:
+        threading.Thread(target=run, daemon=True).start()
         return outcome.result()
     except KeyboardInterrupt:
         leaving()

@@ -74,7 +74,7 @@ def _wait(machines: Machines, poll: float) -> None:
             say(f"{machines.name}: {state} after {_duration(time.monotonic() - since)}")
         last = state
         time.sleep(poll)
-    say(f"{machines.name}: ACTIVE after {_duration(time.monotonic() - since)}")
+    say(f"{machines.name}: ACTIVE after {_duration(time.monotonic() - since)}, and paid for until it is deleted")
 
 
 def state(machines: Machines) -> str:
