@@ -118,7 +118,7 @@ def test_a_deletion_by_somebody_else_is_final(cloud: Cloud) -> None:
     _, err = running.communicate(timeout=20)
     assert running.returncode == 2, err
     assert "job was deleted, and not by this command: it is not rented again" in err
-    assert "paid for" not in err
+    assert "the machines are kept" not in err
     assert cloud.verbs().count("create") == 1
 
 
@@ -142,7 +142,7 @@ def test_machines_are_deleted_also_where_the_job_could_not_start(
     assert launch(cloud, *shell("echo well"), options=("--rm",)) == 2
     assert cloud.verbs()[-2:] == ["delete", "describe"]
     error = capsys.readouterr().err
-    assert "no space left on device" in error and "paid for" not in error
+    assert "no space left on device" in error and "the machines are kept" not in error
 
 
 @pytest.mark.slow
