@@ -197,6 +197,36 @@ def test_a_summary_in_the_conversation_itself_that_came_to_nothing_is_context_on
     assert rollout.turns[4].cause_turn == 3
 
 
+def test_thinking_that_the_template_dropped_is_its_doing_and_every_id_keeps_its_own_log_prob(harness, tmp_path):
+    harness.call("a", [SYSTEM, QUESTION], "hm I look")
+    message = harness.exchanges[0][1]["choices"][0]["message"]
+    message |= {"content": "I look", "reasoning_content": "hm"}
+    harness.call("b", [SYSTEM, QUESTION, message, {"role": "user", "content": "go on"}], "done")
+    _, (rollout,) = imported(record(tmp_path, harness.exchanges), tmp_path)
+
+    assert [(each.turn, each.detail) for each in tree.build(rollout).junctions] == [(1, "template")]
+    for turn, (_, said) in zip(rollout.turns, harness.exchanges, strict=True):
+        assert turn.prompt_ids.tolist() == said["prompt_token_ids"] and turn.trainable
+        assert turn.completion_ids.tolist() == said["choices"][0]["token_ids"]
+        assert turn.logprobs.tolist() == logprobs_of(turn.completion_ids.tolist())
+    assert harness.words.ids("hm")[0] not in rollout.turns[1].prompt_ids
+
+
+def test_a_system_line_that_changes_is_told_and_recorded_ids_stay(harness, tmp_path):
+    said = []
+    for cost in (1, 2):
+        system = {"role": "system", "content": f"you are an agent\nbe brief\ncost {cost}"}
+        messages = [system, QUESTION, *said, *([{"role": "user", "content": "go on"}] if said else [])]
+        said.append(harness.call(f"r{cost}", messages, "I look"))
+    log = record(tmp_path, harness.exchanges)
+    result, (rollout,) = imported(log, tmp_path, normalise_system=True)
+    assert [(each.turn, each.detail) for each in tree.build(rollout).junctions] == [(1, "system_prompt")]
+    assert rollout.turns[1].prompt_ids.tolist() == harness.exchanges[1][1]["prompt_token_ids"]
+    reasons = " ".join(remark.reason for remark in result.remarks)
+    assert "the system prompt changes from call to call" in reasons
+    assert "--normalise-system had no effect" in reasons and "recorded ids stay as they are" in reasons
+
+
 def test_arguments_spelt_anew_are_told_from_a_template_whatever_was_thought_before(harness, tmp_path):
     words = harness.words
     first = harness.call("a", [SYSTEM, QUESTION], "hm I look", calls=[("read", {"path": "x"})])

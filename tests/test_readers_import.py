@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import zstandard
@@ -117,6 +120,23 @@ def test_an_old_file_stays_where_nothing_could_be_imported(tmp_path):
     assert (result.rollouts, len(result.refused)) == (0, 1)
     assert "not written" in result.summary() and out.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.jsonl"]
+
+
+def test_killed_in_the_middle_it_leaves_the_old_file_and_the_next_run_goes_through(tmp_path):
+    log = write(tmp_path / "a.jsonl", *(row([1, 2, k], [3]) for k in range(4000)))
+    out = tmp_path / "out.jsonl"
+    out.write_text("before")
+    code = (
+        "import os, signal, sys\n"
+        "from mwjax.rollouts.readers import Options, import_files\n"
+        "def kill(path, count):\n"
+        "    if count > 60_000: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import_files([sys.argv[1]], sys.argv[2], options=Options(progress=kill), overwrite=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, log, str(out)], check=False)
+    assert done.returncode == -signal.SIGKILL and out.read_text() == "before"
+    result = import_files([log], out, overwrite=True)
+    assert result.used == 4000 and len(rollouts.read(out).rollouts) == result.rollouts
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
