@@ -102,7 +102,7 @@ def test_damage_is_refused_and_never_a_traceback(tmp_path, name):
     reader, records = seeds()[name]
     path = tmp_path / "log.jsonl"
     chance = random.Random(0)
-    for _ in range(50):
+    for _ in range(30):
         path.write_text("".join(json.dumps(each) + "\n" for each in damaged(records, chance)))
         for item in reader.read(str(path), OPTIONS):
             assert isinstance(item, (Found, Refusal, Remark))
@@ -152,7 +152,7 @@ def test_damaged_records_with_ids_are_all_accounted_for(tmp_path, name):
     records = recorded()[name] if records is None else records
     path = tmp_path / "log.jsonl"
     chance = random.Random(0)
-    for _ in range(50):
+    for _ in range(30):
         broken = damaged(records, chance)
         path.write_text("".join(json.dumps(each) + "\n" for each in broken))
         try:

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from mwjax import rollouts
 from mwjax.cli import app
 from mwjax.train import loop
+from tests.test_readers_claude_code import compacted, text
 from tests.test_readers_formats import FIXTURES
+from tests.test_readers_requests import DROPS_THINKING, READ, said, user
 from tests.training_runs import compile_once, configure
 
 __all__ = ["compile_once"]
@@ -67,3 +69,37 @@ def test_imported_rollouts_are_inspected_audited_and_trained_on(tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(step["step"], step["rollouts"]) for step in steps] == [(1, len(found)), (2, len(found))]
     assert all(np.isfinite(step["loss"]) and step["gradient_norm"] > 0 for step in steps)
+
+
+def test_rendered_rollouts_are_inspected_audited_and_trained_on(tmp_path):
+    sets, out = tmp_path / "set.jsonl", tmp_path / "rollouts.jsonl"
+    first, second = said("First.", reasoning_content="Hm."), said("Second.", reasoning_content="So.")
+    messages = [user("Go"), first, user("On"), second]
+    sets.write_text(json.dumps({"messages": messages}) + "\n")
+    session = compacted().user("u9", "And?").said("a9", "m9", text("Rope."))
+    (tmp_path / "system").write_text(json.dumps([{"role": "system", "content": "Be brief."}, user("A reminder.")]))
+    (tmp_path / "tools").write_text(json.dumps([READ]))
+    model = ("--tokenizer", DROPS_THINKING.tokenizer, "--template", DROPS_THINKING.template)
+    given = ("--system", tmp_path / "system", "--tools", tmp_path / "tools")
+    run("import", sets, session.write(tmp_path), "--out", out, *model, *given)
+    found = rollouts.read(out).rollouts
+    assert len(found) == 2 and not any("context_incomplete" in rollout.meta for rollout in found)
+
+    lines = [json.loads(line) for line in run("inspect", out, "--json").splitlines()]
+    assert [junction["detail"] for junction in lines[0]["junctions"]] == ["template"]
+    run("audit", out, "--json", tmp_path / "audit.json")
+    assert json.loads((tmp_path / "audit.json").read_text())["rollouts"] == 2
+
+    settings = configure(
+        tmp_path,
+        "loss.task=sft",
+        "model.small.layers=1",
+        "data.rollouts_per_step=2",
+        "data.row_length=512",
+        "data.steps=1",
+        "model.small.vocab_size=49152",
+    )
+    result = loop.run(settings)
+    assert not result.refused
+    (step,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert step["rollouts"] == 2 and np.isfinite(step["loss"]) and step["gradient_norm"] > 0
