@@ -124,6 +124,17 @@ def test_a_run_writes_what_the_routers_do_and_adds_the_term(tmp_path: Path) -> N
     assert 0 < balanced["router_load_entropy"] < 1 < balanced["router_load_max"] <= 4 / 2
 
 
+def test_steps_of_one_and_of_several_micro_batches_are_one_program(tmp_path: Path) -> None:
+    write(tmp_path)
+    settings = ("model.small.family=qwen3_moe", "loss.router_auxiliary=0.1", "data.rollouts_per_step=2")
+    settings += ("data.row_length=48", "data.edges_per_row=48", "data.rows_per_microbatch=1", "data.epochs=1")
+    config = configure(tmp_path, *settings, "tracking.plots=false")
+    loop.run(config)
+    made = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {row["microbatches"] == 1 for row in made} == {True, False}
+    assert [row["recompiles"] for row in made] == [0] * len(made)
+
+
 def test_what_is_of_experts_is_refused_for_others(tmp_path: Path) -> None:
     write(tmp_path)
     config = configure(tmp_path, "loss.router_auxiliary=0.1")

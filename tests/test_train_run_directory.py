@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mwjax import data
-from mwjax.train import loop, setup
+from mwjax.train import loop, metrics_log, setup
 from mwjax.train.run_directory import RunDirectoryError, claimed
 from tests.training_runs import configure, recorded, write
 
@@ -76,3 +76,9 @@ def test_a_run_leaves_its_directory_free(tmp_path: Path) -> None:
     loop.run(config)
     with claimed(config.run_dir):
         pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_a_full_disk_is_said_with_the_name_of_the_file() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        metrics_log.append("/dev", {"step": 1}, "full")

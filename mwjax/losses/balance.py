@@ -13,7 +13,7 @@ from mwjax.model.experts import Routing
 
 class Balance(NamedTuple):
     """What the term of one micro-batch needs of its whole step. denominator: what the step's numerator is divided by.
-    routing: the sums of all its micro-batches; None where it has only this one."""
+    routing: the sums of all its micro-batches; None, or all zeros, where it has only this one."""
 
     denominator: ArrayLike
     routing: Routing | None = None
@@ -28,9 +28,14 @@ def load_balance(routing: Routing, whole: Routing | None = None) -> jax.Array:
     routing: sums [layers, E], weighted so that a token of a trie counts once (`mwjax.tree.Rows.token_weight`).
     whole: those of the whole mini-batch, where ``routing`` is of a part of it: f and the number of tokens are taken
     from there, so that the terms of the parts add up to the loss over all tokens, however they are cut (global balance:
-    arXiv:2501.11873). The gradient is that through P.
+    arXiv:2501.11873). None, or all zeros: ``routing`` is of all. The gradient is that through P.
     """
-    whole = jax.lax.stop_gradient(routing if whole is None else whole)
+    if whole is None:
+        whole = routing
+    else:
+        given = whole.probability.sum() > 0
+        whole = jax.tree.map(lambda there, here: jnp.where(given, there, here), whole, routing)
+    whole = jax.lax.stop_gradient(whole)
     tokens = jnp.maximum(whole.probability.sum(), jnp.finfo(whole.probability.dtype).tiny)  # times the layers
     share, probability = whole.load.sum(0) / tokens, routing.probability.sum(0) / tokens
     return share.size * (share * probability).sum()

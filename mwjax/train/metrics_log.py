@@ -17,9 +17,15 @@ EVALUATION = "evaluation.jsonl"
 
 
 def append(run_dir: epath.PathLike, row: Mapping[str, Any], file: str = FILE) -> None:
-    """Adds one row. Numbers JSON cannot write (NaN, infinity) become null."""
-    with (epath.Path(run_dir) / file).open("a") as out:
-        out.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+    """Adds one row. Numbers JSON cannot write (NaN, infinity) become null. Raises OSError with the file's name."""
+    path = epath.Path(run_dir) / file
+    try:
+        with path.open("a") as out:
+            out.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error  # of a full disk
 
 
 def read(run_dir: epath.PathLike, file: str = FILE, until: int | None = None) -> list[dict[str, Any]]:

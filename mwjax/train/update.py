@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from mwjax import losses
 from mwjax.losses import Balance, Metrics, PolicyGradientConfig
-from mwjax.train.mesh import on_every_process, place, place_values
+from mwjax.train.mesh import on_every_process, place, place_values, replicated
 from mwjax.train.state import TrainState
 from mwjax.train.step import Step
 from mwjax.tree import Batch, Edges, Rows
@@ -76,7 +76,7 @@ def update(
         by_unit = [place_values(values, mesh) for values in means]
     total = step.zero()
     divisor = np.asarray(denominator, total.numerator.dtype)
-    balance = _balance(step, state.params, placed, divisor) if loss.router_auxiliary else None
+    balance = _balance(step, state.params, placed, divisor, mesh) if loss.router_auxiliary else None
     for batch, unit_log_ratio in zip(placed, by_unit):
         weight = np.float32(sdcc_lambda)
         total = step.accumulate(state.params, total, batch, unit_log_ratio, weight, state.teacher, balance)
@@ -109,11 +109,13 @@ def _compared(step: Step, batch: Batch, comparison: Comparison) -> Batch:
     return batch._replace(rows=batch.rows._replace(edges=edges))
 
 
-def _balance(step: Step, params: Params, placed: Sequence[Batch], denominator: np.ndarray) -> Balance:
+def _balance(step: Step, params: Params, placed: Sequence[Batch], denominator: np.ndarray, mesh: Mesh) -> Balance:
     """What the load-balancing term needs; of several micro-batches the sums have to be there before any gradient, which
-    takes a forward pass."""
+    takes a forward pass. One alone gets zeros: the same program serves steps of one and of several."""
     if len(placed) == 1:
-        return Balance(denominator)
+        shapes = jax.eval_shape(step.routing, params, placed[0].rows)
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        return Balance(denominator, jax.device_put(zeros, replicated(mesh)))
     sums = [step.routing(params, batch.rows) for batch in placed]
     return Balance(denominator, jax.tree.map(lambda *parts: sum(parts), *sums))
 
