@@ -151,10 +151,10 @@ def _meta(session: Session, conversation: Conversation) -> dict[str, Any]:
 
 
 def _remarks(path: str, conversation: Conversation) -> Iterator[Remark]:
-    turn = next((turn for turn, detail in conversation.details.items() if detail == "system_prompt"), None)
-    if turn is not None:
+    changed = [place for place, detail in conversation.details.items() if detail == "system_prompt"]
+    if changed:
         reason = "the system prompt changes from call to call: each begins a branch of its own"
-        yield Remark("warning", path, conversation.calls[turn].line, reason)
+        yield Remark("warning", path, conversation.calls[changed[0]].line, reason)
     for turn, call in zip(conversation.turns, conversation.calls):
         if turn.logprobs is not None and turn.trainable and (warning := ratio_warning(turn.sampling)):
             yield Remark("warning", path, call.line, warning)
