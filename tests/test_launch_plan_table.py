@@ -61,7 +61,7 @@ def test_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_finds_the_mesh_of_the_mixture_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split over ``tensor``, experts would make every device lay out all pairs of its group: 2.7 s a step, not 1.0."""
+    """Not split over ``tensor``: every device would lay out all pairs of its group's tokens."""
     monkeypatch.setattr(sharding, "make_mesh", lambda **_: None)  # as if the slice could be cut in any way
     (row,) = (row for row in plan_table.ROWS if "30B-A3B" in row)
     config_file, _, slice_, *rest = shlex.split(row)
