@@ -65,10 +65,10 @@ class MixtureOfExperts(nnx.Module):
         without it).
 
         On a mesh experts are split over ``tensor``: every device has all tokens of its rows and positions and computes
-        its own experts' part of them, and a sum over ``tensor`` joins the parts. Room is made for all pairs of token and
-        expert, since a device's experts may be the ones that all tokens chose; so the fewer devices share tokens, the
-        less is moved: Qwen3-30B-A3B on v6e-64 takes less than half the time with fsdp 64 that it takes with fsdp 16,
-        tensor 4 (`mwjax plan`), although the one gathers four times the weights.
+        its own experts' part of them, and a sum over ``tensor`` joins the parts. Room is made for all pairs of token
+        and expert, since all may fall to one device: the fewer devices share tokens, the less each moves in its memory.
+        By `mwjax plan`, Qwen3-30B-A3B on v6e-64 takes less than half the time with fsdp 64 than with fsdp 16, tensor
+        4, though it gathers four times the weights.
         """
         local = partial(_mixture, per_token=self.per_token, normalised=self.normalised, split=mesh is not None)
         matrices = self.router[...], self.gate[...], self.up[...], self.down[...]
