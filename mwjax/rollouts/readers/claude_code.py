@@ -7,8 +7,8 @@ misses some of them. ``system`` lines of subtype ``compact_boundary`` (``parentU
 messages were kept) begin a new root, whose first message is ``isCompactSummary``; ``microcompact_boundary`` clears the
 tool results in ``microcompactMetadata.compactedToolIds``. After a further compaction kept lines can be written again
 under the same uuid and another parent. Sub-agents are side chains, in the same file or in
-``SESSION/subagents/agent-*.jsonl``. System prompt, tools, the
-reminder that is put before the first message, and the calls for summaries are not in the file.
+``SESSION/subagents/agent-*.jsonl``. System prompt, tools, the reminder that is put before the first message, and the
+calls for summaries are not in the file. A session that was resumed may repeat, in another file, what came before.
 """
 
 from __future__ import annotations
