@@ -437,7 +437,7 @@ def test_a_process_stopped_or_killed_before_training_ends_the_other(folder: Path
     for action, statuses in (("terminate", (143, 143)), ("kill", (-signal.SIGKILL, ending.LOST))):
         began = time.monotonic()
         done = train(config, acts=[Act(process, action, place, 1)])
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 120
         assert (done[process].status, done[1 - process].status) == statuses, done
         if action == "terminate":
             assert done[process].err.startswith("mwjax: SIGTERM came before the first step")
