@@ -69,8 +69,8 @@ class Rollout:
     """One episode: its turns in the order the engine served them, the harness's edits if known, and the reward.
 
     ``meta`` is the user's own, but for what ``mwjax import`` writes: ``junction_details`` (turn -> what was done to the
-    context before it), ``rendered`` (the ids are a template's, not an engine's) and ``context_incomplete`` (what of the
-    context the log did not hold).
+    context before it), ``rendered`` (the ids are a template's, not an engine's), ``context_incomplete`` (what of the
+    context the log did not hold) and ``supplied`` (what of it the user gave).
     """
 
     id: str
