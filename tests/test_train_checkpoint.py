@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -52,6 +53,30 @@ def test_saved_states_come_back_bit_for_bit_though_training_goes_on(tmp_path: Pa
         assert not (checkpoints.folder / "1").exists()
     assert_equal(checkpoint.load_params(tmp_path), kept[3].params)
     assert_equal(checkpoint.load_params(tmp_path, 2), kept[2].params)
+
+
+def test_a_save_that_fails_before_it_is_under_way_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with checkpoint.Checkpoints(tmp_path, FINGERPRINT, keep=2) as checkpoints:
+                checkpoints.save(3, make_state())
+                monkeypatch.setattr(checkpoints._manager._checkpointer, "save", full)
+                checkpoints.save(4, make_state())
+        except checkpoint.CheckpointNotSaved as error:
+            raised.append(error)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    running.join(60)
+    (error,) = raised
+    assert "No space left on device" in str(error) and "newest: 3" in str(error)
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ class Checkpoints:
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(sealed))
         with self._explained():
             self._settle()
-            self._manager.save(step, args=arguments, force=True)
+            with _noted(self._errors):  # a save that fails before its thread starts counts as under way for ever
+                self._manager.save(step, args=arguments, force=True)
 
     def _settle(self) -> None:
         """Waits for the save under way, and raises what it failed with. Orbax raises that too, but with several
