@@ -10,8 +10,11 @@ from typer.testing import CliRunner
 
 from mwjax import rollouts, tree
 from mwjax.cli import app
+from mwjax.recorder import redaction
 from mwjax.rollouts.readers import Options, import_files
+from mwjax.rollouts.readers.sessions import REDACTED
 from tests.scripted_engine import call, recording
+from tests.test_readers_sessions import OPTIONS
 from tests.toy_engine import END, Words, answer, answering, logprobs_of
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("read", "task")]
@@ -19,10 +22,10 @@ SYSTEM = {"role": "system", "content": "you are an agent"}
 QUESTION = {"role": "user", "content": "which file holds the answer"}
 
 
-def record(folder, exchanges, session="task-1", key="k"):
+def record(folder, exchanges, session="task-1", key="k", redact=()):
     """The log of a recorder between a harness that sends the requests and an engine that gives the answers."""
     headers = {"Authorization": f"Bearer {key}"} | ({"x-session-id": session} if session else {})
-    with answering([said for _, said in exchanges]) as url, recording(url, folder) as recorder:
+    with answering([said for _, said in exchanges]) as url, recording(url, folder, redact=redact) as recorder:
         for request, _ in exchanges:
             call(recorder.url, "/v1/chat/completions", {"model": "m", **request}, headers=headers)
     return recorder.path
@@ -33,6 +36,23 @@ def imported(log, folder, **options):
     out = folder / "rollouts.jsonl"
     result = import_files([str(log)], out, options=Options(**options), overwrite=True)
     return result, rollouts.read(out).rollouts if result.rollouts else []
+
+
+def test_a_redacted_id_does_not_make_two_samples_one(harness, tmp_path):
+    for name in "ab":
+        harness.call(name, [SYSTEM, QUESTION], "I look")
+    result, found = imported(record(tmp_path, harness.exchanges, redact=["id"]), tmp_path)
+    assert '"id":"[redacted]"' in (tmp_path / "calls.jsonl").read_text().replace(" ", "")
+    assert (result.used, result.merged) == (2, 0) and sum(len(rollout.turns) for rollout in found) == 2
+    assert REDACTED == redaction.REDACTED
+
+
+def test_what_was_redacted_is_not_rendered(harness, tmp_path):
+    harness.call("a", [SYSTEM, QUESTION], "I look")
+    log = record(tmp_path, harness.exchanges, redact=["messages.*.content"])
+    result = import_files([str(log)], tmp_path / "out.jsonl", format="chat", options=OPTIONS)
+    (refusal,) = result.refused
+    assert (refusal.field, result.rollouts) == ("ids_withheld", 0)
 
 
 class Harness:

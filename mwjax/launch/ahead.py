@@ -22,7 +22,7 @@ from mwjax.train.config import RunConfig
 from mwjax.train.mesh import batch_shardings
 from mwjax.train.optimizer import optimizer
 from mwjax.train.step import Total, build, parameter_shardings
-from mwjax.tree import EXACT_METHODS, Batch, collate
+from mwjax.tree import Batch, collate
 from mwjax.tree.context import split_context
 
 _NEEDED = re.compile(r"(?:temporaries|Used) \(?([\d.]+)([KMGT]?)\)?")
@@ -144,9 +144,7 @@ def _scored(config: RunConfig) -> bool:
     for both it is once)."""
     if not setup.compares_with_initial(config):
         return False
-    old = config.loss.old_logprobs
-    own_rows = old == "recompute_own_rows" or (old == "recompute" and setup.method(config) in EXACT_METHODS)
-    return own_rows or setup.loss_config(config.loss).policy_gradient.kl_coefficient != 0
+    return setup.scores_own_rows(config) or setup.loss_config(config.loss).policy_gradient.kl_coefficient != 0
 
 
 def compile_one(lowering: Lowering, name: str, devices: int) -> Program | Failure:

@@ -45,7 +45,7 @@ from mwjax.train.run_directory import claimed
 from mwjax.train.step import COMPILED, Step, build, parameter_shardings
 from mwjax.train.stop import StopOnSignal
 from mwjax.train.update import Comparison, Outcome, update
-from mwjax.tree import EXACT_METHODS, Batch, Edges, Rows, collate
+from mwjax.tree import Batch, Edges, Rows, collate
 
 SHOWN = 20  # refusals shown in full
 # Differences to what the engine recorded: they mean something only for the weights that sampled.
@@ -263,13 +263,11 @@ def _steps(
 def _comparison(config: RunConfig, made: _Prepared, initial: Any, step: Step) -> Comparison:
     if initial is None:
         return Comparison()
-    layout, old = made.index.layout, config.loss.old_logprobs
-    exact_rows = layout.method in EXACT_METHODS
-    own_rows = old == "recompute_own_rows" or (old == "recompute" and exact_rows)
+    own_rows = setup.scores_own_rows(config)
     reference = setup.loss_config(config.loss).policy_gradient.kl_coefficient != 0
-    if own_rows or old == "recorded":
+    if own_rows or config.loss.old_logprobs == "recorded":
         return Comparison(initial, reference, own_rows)
-    source = exact.plan(made.index, layout.shape.length, share(made.mesh))
+    source = exact.plan(made.index, made.index.layout.shape.length, share(made.mesh))
 
     def score(rows: Rows) -> tuple[Edges, np.ndarray]:
         check_rows(config.model.attention, rows, made.mesh.shape[CONTEXT])

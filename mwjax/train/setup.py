@@ -20,7 +20,7 @@ from mwjax.train import load, trainable
 from mwjax.train.config import LossConfig, ModelSection, RunConfig, SmallModel
 from mwjax.train.mesh import WHOLE, Share, replicated
 from mwjax.train.step import StepConfig, on_mesh, parameter_shardings
-from mwjax.tree import RowShape
+from mwjax.tree import EXACT_METHODS, RowShape
 
 # Options that change neither the order of the data nor any number beyond rounding: a run may be continued with others.
 # What paths lead to is compared by content.
@@ -266,6 +266,12 @@ def compares_with_initial(config: RunConfig) -> bool:
     if config.loss.task == "sft":
         return False
     return loss_config(config.loss).policy_gradient.kl_coefficient != 0 or config.loss.old_logprobs != "recorded"
+
+
+def scores_own_rows(config: RunConfig) -> bool:
+    """Whether the old log-probs are taken on the step's own rows, under the weights the run began with."""
+    old = config.loss.old_logprobs
+    return old == "recompute_own_rows" or (old == "recompute" and method(config) in EXACT_METHODS)
 
 
 def averages_teacher(config: RunConfig) -> bool:

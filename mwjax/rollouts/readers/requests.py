@@ -21,7 +21,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.rendered import TRUNCATED, rendered_call, rendered_meta, rendered_remarks
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import at
+from mwjax.rollouts.readers.sessions import at, name_in
 from mwjax.rollouts.readers.settings import sampling_settings
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import Rollout
@@ -156,6 +156,8 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
 def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Options) -> Iterator[Seen]:
     """The call of an exchange, one for each choice. Raises RecordError."""
     request, response = exchange.request, exchange.response
+    if at(exchange.record, "ids_withheld"):
+        raise RecordError("ids_withheld", "is true: text was redacted, so what the model saw cannot be rendered")
     endpoint = endpoint_of(request, response)
     if endpoint is None:
         raise RecordError("request", "has neither messages nor input: it is no call of the three APIs")
@@ -167,6 +169,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             "response.context_management.applied_edits",
             f"the server edited the context of this call ({kinds}): what the model saw is not what was sent",
         )
+    name = name_in(response, "id")
     for index, answer, reason in answers(endpoint, response):
         if isinstance(response.get("id"), str) and endpoint == "responses":
             stored[response["id"]] = [*messages, answer]
@@ -178,7 +181,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             line=exchange.line,
             finish_reason=reason,
             sampling=sampling_settings(request, options, logprobs="raw"),
-            identity=(response["id"], index) if isinstance(response.get("id"), (str, int)) else None,
+            identity=None if name is None else (name, index),
             options=variables if isinstance(variables, dict) else {},
             hidden=_hides(response, answer),
             time=exchange.time,

@@ -22,6 +22,7 @@ from mwjax.rollouts.readers.settings import ratio_warning
 from mwjax.rollouts.record import Rollout
 
 LATEST_TIME = 1e11
+REDACTED = "[redacted]"  # what `mwjax record` writes in place of a field
 
 
 @dataclass
@@ -73,9 +74,9 @@ def time_in(record: Any, *names: str) -> float | None:
 
 
 def name_in(record: Any, *names: str) -> str | None:
-    """The first of these fields that holds a name: text or a whole number."""
+    """The first of these fields that holds a name: text or a whole number, and not what stands for a redacted one."""
     found = (at(record, name) for name in names)
-    return next((str(each) for each in found if isinstance(each, (str, int)) and each != ""), None)
+    return next((str(each) for each in found if isinstance(each, (str, int)) and each not in ("", REDACTED)), None)
 
 
 def members(value: Any) -> dict[str, Any]:
