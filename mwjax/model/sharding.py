@@ -7,6 +7,7 @@ arXiv:1909.08053); ``context`` splits the positions of a row.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,13 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, *
     # Axes may be cut out of a physical one: not every shape is a product of those of a slice.
     placed = mesh_utils.create_device_mesh(shape, devices=devices[:wanted], allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def host_device() -> jax.Device | None:
+    """A place in host memory; None, the usual device, where JAX was told to use accelerators only."""
+    with contextlib.suppress(RuntimeError):
+        return jax.local_devices(backend="cpu")[0]
+    return None
 
 
 def spec(axes: Sequence[str]) -> PartitionSpec:

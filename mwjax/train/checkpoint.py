@@ -24,6 +24,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
+from mwjax.model.sharding import host_device
 from mwjax.train import agreement
 from mwjax.train.state import TrainState, checksums
 
@@ -247,7 +248,7 @@ def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
         host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
         arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=host, partial_restore=True)
         read = {"params": reader.restore(folder / "state", args=arguments)["params"]}
-        with jax.default_device(_host()):
+        with jax.default_device(host_device()):
             _verify(checksums(read), {name: value for name, value in saved.items() if name.startswith("params.")})
         return read["params"]
 
@@ -276,13 +277,6 @@ def _position(folder: epath.Path) -> dict[str, Any]:
         if sealed["checksum"] != _checksum(position):
             raise ValueError("the data position is not what was saved")
         return position
-
-
-def _host() -> jax.Device | None:
-    """A place in host memory; None, the usual device, where JAX was told to use accelerators only."""
-    with contextlib.suppress(RuntimeError):
-        return jax.devices("cpu")[0]
-    return None
 
 
 def _checksum(position: Mapping[str, Any]) -> str:

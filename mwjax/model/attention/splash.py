@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from mwjax.model.attention.block_pairs import block_sizes, full_blocks, pad_to_blocks
 from mwjax.model.attention.blockwise import OUTPUT_NAME, visited_blocks
+from mwjax.model.sharding import host_device
 from mwjax.tree import context
 from mwjax.tree.rows import Rows
 
@@ -93,7 +94,7 @@ def _capacity(query_blocks: int, key_blocks: int) -> int:
 def check_masks(rows: Rows, shards: int = 1) -> None:
     """Raises ValueError where a row, or one of the parts it is cut into for context parallelism, has more partly
     visible pairs of blocks than `attend` holds; numpy in, in row order, computed on the host."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(host_device()):
         for ends, index in zip(rows.visible_until, context.order(rows.visible_until, shards)):
             for part in np.split(index, shards):
                 found, held = count_partial_blocks(ends, part)
