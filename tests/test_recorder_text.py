@@ -270,3 +270,22 @@ def test_a_cut_off_stream_gives_what_had_arrived():
     for endpoint in ("chat.completions", "responses", "messages"):
         assert assembled(endpoint, []) is None
         assert not (assembled(endpoint, [None, 3, {"type": "ping"}, {"choices": 5}]) or {}).get("choices")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"message": "text", "delta": {"content": "text"}},
+        {"delta": {"tool_calls": ["text"]}},
+        {"delta": {"tool_calls": "text"}},
+        {"logprobs": "text"},
+    ],
+)
+def test_chunks_of_odd_shapes_take_nothing_from_those_beside_them(choice):
+    whole = {"delta": {"tool_calls": [{"index": 0, "id": "c"}]}, "token_ids": [1], "logprobs": {"content": [{"a": 1}]}}
+    made = assembled("chat.completions", [{"choices": [each]} for each in (choice, whole, whole)])
+    assert made is not None
+    (found,) = made["choices"]
+    assert found["token_ids"] == [1, 1] and found["logprobs"] == {"content": [{"a": 1}, {"a": 1}]}
+    assert {"id": "c"} in found["message"]["tool_calls"]
+    assert whole["token_ids"] == [1], "the events are as they were"

@@ -47,8 +47,10 @@ HIDDEN_SECRET = "[credential]"
 SHORTEST_SECRET = 12  # shorter ones are placeholders such as EMPTY, which occur in texts
 
 _CREDENTIAL_HEADER = re.compile(r"(?:authorization|api[-_]?key|access[-_]?key|[-_]token|secret|cookie|password)$")
-_CREDENTIAL = re.compile(r"(?i)authorization|api.?key|token|secret|cookie|password")
-_CREDENTIAL_MEMBER = re.compile(rf'(?i)"[^"]*(?:{_CREDENTIAL.pattern[4:]})[^"]*"\s*:\s*"(?:\w+ )?([^"]+)')
+_WORDS = r"authorization|api.?key|token|secret|cookie|password"
+_CREDENTIAL = re.compile(_WORDS, re.IGNORECASE)
+# Names are short: looking for the end of a long text at each of its words would take quadratic time.
+_CREDENTIAL_MEMBER = re.compile(rf'"[^"]{{0,200}}(?:{_WORDS})[^"]{{0,200}}"\s*:\s*"(?:\w+ )?([^"]+)', re.IGNORECASE)
 _PREFIX = re.compile(r"/session/([^/?]+)(?=/)")
 
 

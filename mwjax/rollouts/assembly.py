@@ -29,7 +29,7 @@ def _chat(chunks: list[dict[str, Any]]) -> dict[str, Any] | None:
             continue
         for key, value in chunk.items():
             if key == "sglext" and isinstance(value, dict):
-                result[key] = {**result.get(key, {}), **value}
+                result[key] = {**_object(result.get(key)), **value}
             elif key != "choices" and (value is not None or key not in result):
                 result[key] = value
         for choice in choices_of(chunk):
@@ -40,9 +40,9 @@ def _chat(chunks: list[dict[str, Any]]) -> dict[str, Any] | None:
     if result.get("object") == "chat.completion.chunk":
         result["object"] = "chat.completion"
     for choice in choices.values():
-        calls = choice.get("message", {}).get("tool_calls")
+        calls = _object(choice.get("message")).get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
-            call.pop("index", None)
+            _object(call).pop("index", None)
     return {**result, "choices": [choices[index] for index in sorted(choices)]}
 
 
@@ -50,18 +50,31 @@ def _add_choice(whole: dict[str, Any], choice: dict[str, Any]) -> None:
     for key, value in choice.items():
         if key == "delta":
             if isinstance(value, dict):
-                _add_delta(whole.setdefault("message", {}), value)
+                message = whole["message"] = _object(whole.get("message"))
+                _add_delta(message, value)
         elif key == "token_ids" and isinstance(value, list):
-            whole[key] = [*(whole.get(key) or ()), *value]
+            whole[key] = _extended(whole.get(key), value)
         elif key == "logprobs" and isinstance(value, dict):
-            before = whole.get(key) or {}
+            before = _object(whole.get(key))
             whole[key] = {
-                name: [*(before.get(name) or ()), *part] if isinstance(part, list) else part
-                for name, part in {**before, **value}.items()
-                if name in value
+                name: _extended(before.get(name), part) if isinstance(part, list) else part
+                for name, part in value.items()
             }
         elif value is not None or key not in whole:
             whole[key] = value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """The object itself; an empty one where a server sends something else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _extended(before: Any, more: list[Any]) -> list[Any]:
+    """A list of our own with both: the same one again, since a copy at every token would take quadratic time."""
+    if not isinstance(before, list):
+        return list(more)
+    before.extend(more)
+    return before
 
 
 def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
@@ -72,14 +85,14 @@ def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
         elif isinstance(value, list) and all(isinstance(each, dict) and "index" in each for each in value):
             parts = message[key] = before if isinstance(before, list) else []
             for part in value:
-                known = next((each for each in parts if each.get("index") == part["index"]), None)
+                known = next((each for each in parts if _object(each).get("index") == part["index"]), None)
                 if known is None:
                     parts.append(known := {})
                 _add_delta(known, part)
         elif isinstance(value, list) and isinstance(before, list):
             message[key] = [*before, *value]  # without indices each is whole
         elif isinstance(value, dict):
-            message[key] = before if isinstance(before, dict) else {}
+            message[key] = _object(before)
             _add_delta(message[key], value)
         elif value is not None or key not in message:
             message[key] = value

@@ -15,17 +15,17 @@ def steady_system(seen: Sequence[Seen], *, one: bool, normalise: bool) -> tuple[
     """The calls, and the lines by which a system prompt differs from that of the first call of its conversation, where
     those are few. With ``normalise`` these calls get the first one's. one: all calls are of one rollout; otherwise
     conversations are told apart by their first user message, since a line may well name the episode."""
-    firsts: list[Seen] = []
+    firsts: dict[str, list[Seen]] = {}
     result: list[Seen] = []
     changing: list[str] = []
     for call in seen:
-        alike = (each for each in firsts if each.tools == call.tools and (one or _opening(each) == _opening(call)))
-        first = next((each for each in alike if _differ(each, call) is not None), None)
+        alike = firsts.setdefault("" if one else _opening(call), [])
+        compared = ((each, _differ(each, call)) for each in alike if each.tools == call.tools)
+        first, lines = next(((each, lines) for each, lines in compared if lines is not None), (None, []))
         if first is None:
-            firsts.append(call)
+            alike.append(call)
             result.append(call)
             continue
-        lines = _differ(first, call) or []
         changing += lines
         same = [each for each in first.messages if each["role"] == "system"]
         rest = [each for each in call.messages if each["role"] != "system"]
