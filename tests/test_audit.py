@@ -184,7 +184,7 @@ def test_compression_counts_what_came_back_as_evicted_once():
     result = audit.run([Rollout("r", (first, second, third, fourth), edits)])
     assert result.evictions == 2 and result.forks_per_rollout == 3 and result.evicted_span_mean == 4
     assert result.depth == 4 / 13
-    assert result.details == {"pruned_tool_result": 2}
+    assert result.details == {"pruned_tool_result": 2, "restored": 1}
 
 
 def warned(**fields) -> str:

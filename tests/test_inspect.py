@@ -144,6 +144,16 @@ def test_drawing_shows_texts_and_other_chains():
     assert re.search(r"^compaction", text, re.MULTILINE)
 
 
+def test_drawing_says_what_edits_did():
+    first = Turn(np.arange(1, 9, dtype=np.int32), np.array([9], np.int32))
+    second = Turn(np.array([1, 2, 7, 8, 9], np.int32), np.array([10], np.int32))
+    third = Turn(np.arange(1, 11, dtype=np.int32), np.array([11], np.int32))
+    edits = (rollouts.Edit(1, evicted=((2, 6),)), rollouts.Edit(2, restored=((2, 6),)))
+    text = "\n".join(drawn(Rollout("r", (first, second, third), edits)))
+    assert "turn 1: pruned tool result at 2, 4 out" in text
+    assert "turn 2: restored at 2" in text
+
+
 @given(st.integers(0, 10**6), st.sampled_from([60, 80, 130]), st.booleans())
 def test_drawings_fit_any_width_and_encoding(seed, width, decode):
     rollout = simulate(seed, turns=12).rollout

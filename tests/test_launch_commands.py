@@ -129,6 +129,16 @@ def test_wrong_usage(
     assert "Traceback" not in error
 
 
+def test_a_dry_run_names_a_wheel_that_is_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = tmp_path / wheel.filename()
+    with zipfile.ZipFile(given, "w") as archive:
+        archive.writestr("mwjax/cli.py", "")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["launch", "a", "--tpu", "v6e-8", "--zone", "z", "--wheel", str(given), "--dry-run", "--", "x"])
+    assert caught.value.code == 0
+    assert f"# The wheel\n# {given}\n" in capsys.readouterr().out
+
+
 def test_xpk(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = [

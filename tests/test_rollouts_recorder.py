@@ -317,7 +317,7 @@ def test_where_a_recorder_cannot_write(tmp_path) -> None:
         Recorder("gs://bucket/x.jsonl")
     with pytest.raises(RolloutFileError, match=r"record to a .jsonl file and compress it with rollouts.write$"):
         Recorder(tmp_path / "x.jsonl.gz")
-    with pytest.raises(RolloutFileError, match=r"^cannot write .*none/x.jsonl: there is no such file or folder$"):
+    with pytest.raises(RolloutFileError, match=r"^cannot write .*none/x.jsonl: its folder does not exist$"):
         Recorder(tmp_path / "none" / "x.jsonl")
 
 

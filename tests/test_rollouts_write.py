@@ -293,7 +293,7 @@ def test_any_interruption_leaves_the_old_file(tmp_path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path) -> None:
-    with pytest.raises(RolloutFileError, match=r"^cannot write .*/none/x.jsonl: there is no such file or folder$"):
+    with pytest.raises(RolloutFileError, match=r"^cannot write .*/none/x.jsonl: its folder does not exist$"):
         write(tmp_path / "none" / "x.jsonl", [GOOD])
 
 

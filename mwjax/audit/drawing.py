@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mwjax.audit.inspect import trie_tokens
+from mwjax.audit.junctions import deed
 from mwjax.audit.tables import plural
 from mwjax.audit.text import Decode, harmless, head
 from mwjax.rollouts.record import MAIN_CHAIN
@@ -76,7 +77,7 @@ def _lines(tree: Tree, console: Console, decode: Decode | None) -> Iterator[Text
             if fork is not None:
                 start = _column(fork.at, longest, width)
                 before, after = tree.views[numbers[order - 1]], tree.views[number]
-                for words in _fork_words(fork, before, after, decode):
+                for words in _fork_words(tree, fork, before, after, decode):
                     yield _beside(start + LABEL, words, console)
             yield _view_line(tree, number, start, 0 if fork is None else fork.at, longest, width, console)
             if decode is not None:
@@ -135,8 +136,8 @@ def _cells(kinds: np.ndarray, at: int, longest: int, width: int, start: int) -> 
     return (shares >= TELLING).argmax(axis=1).tolist()
 
 
-def _fork_words(fork: Junction, before: View, after: View, decode: Decode | None) -> list[str]:
-    name = (fork.detail or fork.reason).replace("_", " ")
+def _fork_words(tree: Tree, fork: Junction, before: View, after: View, decode: Decode | None) -> list[str]:
+    name = (deed(tree, fork) or fork.reason).replace("_", " ")
     changes = [f"{count:,} {what}" for count, what in ((fork.evicted, "out"), (fork.inserted, "in")) if count]
     words = [f"turn {fork.turn}: {name} at {fork.at:,}" + "".join(f", {change}" for change in changes)]
     if decode is not None:

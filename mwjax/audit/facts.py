@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from mwjax.audit.differences import fragment_differences
+from mwjax.audit.junctions import deed
 from mwjax.rollouts.record import MAIN_CHAIN
 from mwjax.tree import METHODS, RowShape, Tree, build_trie, fragments
 
@@ -83,7 +84,7 @@ def rollout_facts(tree: Tree) -> RolloutFacts:
         truncated_turns=sum(turn.finish_reason == "length" for turn in rollout.turns),
         sampling=_sampling(tree),
         reasons=Counter(junction.reason for junction in main),
-        details=Counter(junction.detail for junction in main if junction.detail is not None),
+        details=Counter(done for junction in main if (done := deed(tree, junction)) is not None),
         side_reasons=Counter(junction.reason for junction in side),
         evicted_spans=tuple(junction.evicted for junction in main if junction.evicted),
         compressed_share=_compressed_share(tree),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mwjax.audit.junctions import junction_label
 from mwjax.rollouts.record import MAIN_CHAIN
-from mwjax.tree import Junction, Tree
+from mwjax.tree import Tree
 from mwjax.tree.alignment import common_prefix
 
 OTHER_CHAIN, UNKNOWN = "sampled in another chain", "unknown"
@@ -20,7 +21,7 @@ class Leaves:
     sampled: index into ``tree.sampled``. distance: how many tokens directly before the leaf its generation prefix and
     its prefix in ``H_comp`` have in common, counted backwards from it: 0 is the first token behind the place where the
     two last differ. cause: the first junction after which the leaf stood under another context, as
-    :func:`junction_label` names it.
+    :func:`mwjax.audit.junctions.junction_label` names it.
     """
 
     sampled: np.ndarray
@@ -43,19 +44,12 @@ def leaves_of(tree: Tree) -> Leaves:
     return Leaves(chosen, np.array(distance, np.int64), _causes(tree, chosen))
 
 
-def junction_label(junction: Junction, restored: bool) -> str:
-    """``deletion``, ``replacement, fold``, ``insertion, restored``: the reason, and what was done where edits tell."""
-    what = "restored" if restored else junction.detail
-    return junction.reason if what is None else f"{junction.reason}, {what.replace('_', ' ')}"
-
-
 def _causes(tree: Tree, chosen: np.ndarray) -> tuple[str, ...]:
     sampled = tree.sampled
     lengths = np.array([len(turn.completion_ids) for turn in tree.rollout.turns], np.int64)
     offset = np.concatenate([[0], np.cumsum(lengths)])
     union = tree.unions[MAIN_CHAIN]
-    restoring = {edit.before_turn for edit in tree.rollout.edits if edit.restored}
-    opened = {j.turn: junction_label(j, j.turn in restoring) for j in tree.junctions if j.chain == MAIN_CHAIN}
+    opened = {j.turn: junction_label(tree, j) for j in tree.junctions if j.chain == MAIN_CHAIN}
     cause = np.full(len(chosen), UNKNOWN, object)
     own = [tree.views[view].chain for view in sampled.view[chosen]]
     cause[np.array([chain != MAIN_CHAIN for chain in own], bool)] = OTHER_CHAIN

@@ -18,7 +18,7 @@ def lines(job: Job, *, given_wheel: str | None, max_restarts: int, poll: float, 
     hosts = machines.hosts
     yield f"# {machines.slices} x {machines.slice.describe()}, {machines.zone}, {machines.capacity}"
     built, digest, build = planned_wheel(job, given_wheel)
-    yield from _phase("The wheel", build)
+    yield from _phase("The wheel", build, None if build else built)
     yield from _phase(
         "Rent, unless they are there", [commands.create(machines)], f"then, every {poll:g} s until it is ACTIVE:"
     )

@@ -17,6 +17,16 @@ NOT_RUN = (
     "compiled by XLA for this slice, not run on a TPU: memory is the compiler's, times are estimates (upper bounds of "
     "speed: published peaks, compute, memory and links overlapped)"
 )
+KINDS = {
+    "frozen": "parameters that are not trained",
+    "optimiser": "optimiser state",
+    "teacher": "averaged teacher",
+    "reference": "initial weights, compared with",
+    "gradients": "gradient sums",
+    "batch": "batch (all micro-batches)",
+    "temporaries": "temporaries (activations, gathered weights, padding)",
+    "code": "code",
+}
 
 
 def show(planned: plan.Planned, console: Console) -> None:
@@ -96,18 +106,6 @@ def _memory_table(made: plan.Plan) -> Table:
     return table
 
 
-KINDS = {
-    "frozen": "parameters that are not trained",
-    "optimiser": "optimiser state",
-    "teacher": "averaged teacher",
-    "reference": "initial weights, compared with",
-    "gradients": "gradient sums",
-    "batch": "batch (all micro-batches)",
-    "temporaries": "temporaries (activations, gathered weights, padding)",
-    "code": "code",
-}
-
-
 def _programs_table(made: plan.Plan) -> Table:
     title = "\nOne run of each function, on one device (times: estimates)"
     headings = ("a step", "compute s", "memory s", "links s", "limit", "memory", "links")
@@ -140,7 +138,7 @@ def _show_estimate(made: plan.Plan, console: Console) -> None:
         _say(
             console,
             f"  FLOPs of one {name}, all devices: {model:.4g} ({parts}) and {again:.3g} computed again; attention "
-            f"over {made.density:g} of a causal row's pairs",
+            f"over {100 * made.density:.3g}% of a causal row's pairs",
         )
     if made.estimate is not None:
         found = made.estimate

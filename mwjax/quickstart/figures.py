@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mwjax.audit.junctions import deed
 from mwjax.audit.logdiff import LogDiff
 from mwjax.audit.report import BLUE, GREEN, INK, MUTED, ORANGE, RED, new_figure
 from mwjax.rollouts.record import MAIN_CHAIN
@@ -54,9 +55,7 @@ def rollout_tree(tree: Tree) -> Figure:
             words, (len(view.ids), -row), (6, 0), textcoords="offset points", va="center", color=MUTED, fontsize=8
         )
     for row, fork in enumerate(forks):
-        restored = any(edit.restored for edit in tree.rollout.edits if edit.before_turn == fork.turn)
-        what = "restored" if restored else (fork.detail or fork.reason).replace("_", " ")
-        _draw_fork(axes, fork, what, -row, longest)
+        _draw_fork(axes, fork, (deed(tree, fork) or fork.reason).replace("_", " "), -row, longest)
     axes.set_yticks([-row for row in range(len(views))], [_turns(view) for view in views])
     axes.set_xlim(0, longest * 1.1)
     axes.set_ylim(-len(views) + 0.6, 0.4)

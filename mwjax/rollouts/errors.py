@@ -39,7 +39,7 @@ def file_error(action: str, path: object, error: BaseException, consequence: str
     """The error to raise when ``action`` ("read", "write") failed on ``path``, in plain words."""
     code = getattr(error, "errno", None)
     plain = {
-        errno.ENOENT: "there is no such file or folder",
+        errno.ENOENT: "its folder does not exist" if action == "write" else "there is no such file or folder",
         errno.ENOSPC: "the disk is full; free some space and run again",
         errno.EDQUOT: "your disk quota is used up; free some space and run again",
         errno.EISDIR: "it is a folder, not a file",
