@@ -1,4 +1,4 @@
-"""A file that only grows, line by line, each line on the disk before the call returns."""
+"""A file that only grows, by whole lines."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class Rendering:
     """A chat template and the tokenizer that goes with it.
 
     ``special``: names such as ``bos_token`` that the template may use, and ``options`` of its own, such as
-    ``enable_thinking``. ``stops``: ids that end a completion; where the
-    model's files name none, every special token does. ``source``: where it was loaded from, for messages.
+    ``enable_thinking``. ``stops``: ids that end a completion; where the model's files name none, every special token
+    does. ``source``: where it was loaded from, for messages.
     """
 
     template: str

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,9 +93,9 @@ def read(path: str, options: Options) -> Iterator[Item]:
             yield refused(path, session, record, error)
         else:
             session.calls += calls
-    several = {rollout for rollout, _ in attempts if sum(other == rollout for other, _ in attempts) > 1}
+    counts = Counter(rollout for rollout, _ in attempts)
     for (rollout, attempt), session in attempts.items():
-        session.name = f"{rollout}/{attempt}" if rollout in several else rollout
+        session.name = f"{rollout}/{attempt}" if counts[rollout] > 1 else rollout
     yield from rollouts_of(path, {session.name: session for session in attempts.values()}, options)
 
 

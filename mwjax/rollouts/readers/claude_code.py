@@ -67,7 +67,8 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 name = str(value["sessionId"])
     calls: list[Seen] = []
     hidden = False
-    for first, uuids in session.answers():
+    for uuids in session.blocks.values():
+        first = uuids[0]
         line, file = session.links.lines[first], session.files[first]
         try:
             call = session.call(first, uuids)
@@ -131,11 +132,6 @@ class _Session:
         if value.get("subtype") in ("compact_boundary", "microcompact_boundary"):
             self.boundaries.append(uuid)
         return True
-
-    def answers(self) -> Iterator[tuple[str, list[str]]]:
-        """The first line of every response, and all its lines."""
-        for uuids in self.blocks.values():
-            yield uuids[0], uuids
 
     def call(self, first: str, uuids: list[str]) -> Seen | None:
         """The call that wrote these lines; None where no model did. Raises RecordError."""
@@ -256,5 +252,4 @@ class _Session:
         if not entry.get("isSidechain"):
             return MAIN_CHAIN
         key = str(entry.get("agentId") or (self.links.before(name) or [name])[0])
-        number = len(set(self.chains.values())) + 1
-        return self.chains.setdefault(key, f"subagent-{number}")
+        return self.chains.setdefault(key, f"subagent-{len(self.chains) + 1}")

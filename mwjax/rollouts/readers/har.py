@@ -7,7 +7,6 @@ import base64
 import gzip
 import os
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,7 +39,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
 
 
 def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
-    others: Counter[str] = Counter()
+    others = 0
     for record in json_records(path, options):
         if isinstance(record, Refusal):
             yield record
@@ -51,7 +50,7 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
             number = place + 1
             url = str(at(entry, "request.url") or "").partition("?")[0].rstrip("/")
             if at(entry, "request.method") != "POST" or not url.endswith(ENDS):
-                others["none"] += 1
+                others += 1
                 continue
             field = f"log.entries[{place}]"
             status = at(entry, "response.status")
@@ -71,8 +70,7 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
             started = seconds(at(entry, "startedDateTime"))
             yield Exchange(number, number, request, response, entry, session, started)
     if others:
-        reason = f"{others['none']} other entries, which are no calls of a model"
-        yield Remark("warning", path, 0, reason)
+        yield Remark("warning", path, 0, f"{others} other entries, which are no calls of a model")
 
 
 def _text(content: Any) -> str:

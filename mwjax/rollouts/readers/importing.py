@@ -140,6 +140,7 @@ def _rollouts(
 ) -> Iterator[Rollout]:
     """The rollouts of all files; everything else goes into ``result``. ``seen``: ids, and digests of what they name."""
     answered: dict[bytes, str] = {}
+    repeats: Counter[str] = Counter()
     for file, reader in zip(files, readers):
         for item in reader.read(file, options):
             if isinstance(item, Refusal):
@@ -174,10 +175,9 @@ def _rollouts(
                 result.remarks += [again] * item.records
                 continue
             unique = rollout.id
-            number = 1
             while unique in seen:
-                number += 1
-                unique = f"{rollout.id}~{number}"
+                repeats[rollout.id] += 1
+                unique = f"{rollout.id}~{repeats[rollout.id] + 1}"
             if unique != rollout.id:
                 result.remarks.append(
                     Remark("warning", file, item.line, "another rollout has the same id; ~2, ~3, ... is appended")

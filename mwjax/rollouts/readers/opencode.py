@@ -37,6 +37,7 @@ SQLITE = b"SQLite format 3\x00"
 CLEARED = "[Old tool result content cleared]"
 INTERRUPTED = "[Tool execution was interrupted]"
 ASKED_FOR_SUMMARY = "What did we do so far?"
+LOCKED_SECONDS = 5.0  # in which a program that writes to the database may be done with it
 
 Session = Mapping[str, Any]  # {"info": ..., "messages": [{"info": ..., "parts": [...]}]}
 
@@ -139,7 +140,7 @@ def _stored(path: str) -> tuple[list[Session], int]:
     place = Path(path).expanduser().resolve()
     try:
         # The program may have it open, or have left its write-ahead log beside it.
-        with contextlib.closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", uri=True)) as connection:
+        with contextlib.closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", LOCKED_SECONDS, uri=True)) as connection:
             found = connection.execute(
                 "SELECT id, parent_id, version FROM session ORDER BY time_created, id"
             ).fetchall()

@@ -209,18 +209,18 @@ def _steady(calls: Sequence[Seen], options: Options) -> tuple[list[Seen], list[s
 def with_causes(calls: list[Seen]) -> list[Seen]:
     """A sub-agent's first call names the call whose tool call handed its task over."""
     result, opened = list(calls), {MAIN_CHAIN}
+    made = [
+        json.dumps([each["function"] for each in call.answer.get("tool_calls", ())], ensure_ascii=False)
+        for call in calls
+    ]
     for at, call in enumerate(calls):
         if call.chain in opened:
             continue
         opened.add(call.chain)
         task = next((each["content"].strip() for each in call.messages if each["role"] == "user"), "")
-        for before in range(at - 1, -1, -1):
-            made = json.dumps(
-                [each["function"] for each in calls[before].answer.get("tool_calls", ())], ensure_ascii=False
-            )
-            if task and json.dumps(task, ensure_ascii=False)[1:-1] in made:
-                result[at] = dataclasses.replace(call, cause=before)
-                break
+        quoted = json.dumps(task, ensure_ascii=False)[1:-1]
+        before = next((k for k in range(at - 1, -1, -1) if task and quoted in made[k]), None)
+        result[at] = dataclasses.replace(call, cause=before)
     return result
 
 

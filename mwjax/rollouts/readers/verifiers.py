@@ -136,7 +136,7 @@ def _session(record: Record, trace: Any, options: Options) -> Session:
                 policy_version=version,
                 asked=_asked([nodes[n] for n in route[:-1]]),
                 answer=answered("chat.completions", {"choices": [{"message": _openai(node.get("message"))}]}),
-                trainable=bool(at(trace, "agent.trainable") is not False) and (not attempt or k in accepted),
+                trainable=at(trace, "agent.trainable") is not False and (not attempt or k in accepted),
             )
         )
     return session
