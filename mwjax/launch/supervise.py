@@ -159,7 +159,7 @@ def _follow(machines: Machines, poll: float, act: bool = True) -> End:
                 if verdict == "interrupted" and act:
                     leaving = leaving or now + hosts.GRACE
             lost = isinstance(event, Dropped) and event.times >= PATIENCE
-            if lost or now - looked >= max(poll, 0.0) * 2 or isinstance(event, Dropped):
+            if lost or now - looked >= 2 * poll or isinstance(event, Dropped):
                 looked = now
                 state = rented.state(machines)
                 if rented.is_taken(machines, state):

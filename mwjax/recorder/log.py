@@ -24,14 +24,13 @@ SYNC_SECONDS = 0.05
 class _Item(NamedTuple):
     exchange: Exchange
     written: asyncio.Future[None]
-    loop: asyncio.AbstractEventLoop
 
 
 class CallLog:
     """One line per call in ``FOLDER/calls.jsonl``; an existing file is continued. When the future that ``write``
     returns is done, the line is in the file, whatever becomes of this process, and within SYNC_SECONDS on its way to
-    the disk; or else ``lost`` counts it and a message on stderr says why. ``failed`` counts the
-    written calls that have an error."""
+    the disk; or else ``lost`` counts it and a message on stderr says why. ``failed`` counts the written calls that
+    have an error."""
 
     def __init__(self, folder: str, patterns: Sequence[Pattern] = ()) -> None:
         """Raises RolloutFileError if the file cannot be opened or another recorder holds it."""
@@ -58,9 +57,8 @@ class CallLog:
 
     def write(self, exchange: Exchange) -> asyncio.Future[None]:
         """Hands a finished call to the thread; to be called on an event loop."""
-        loop = asyncio.get_running_loop()
-        written: asyncio.Future[None] = loop.create_future()
-        self._queue.put(_Item(exchange, written, loop))
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Item(exchange, written))
         return written
 
     def close(self) -> None:
@@ -110,8 +108,8 @@ class CallLog:
             except RolloutFileError as error:
                 self.lost += len(lines)
                 tell(f"{len(lines)} call(s) not recorded: {error}")
-        for loop in {item.loop for item in items}:
-            done = [item.written for item in items if item.loop is loop]
+        for loop in {item.written.get_loop() for item in items}:
+            done = [item.written for item in items if item.written.get_loop() is loop]
             try:
                 loop.call_soon_threadsafe(_resolve, done)
             except RuntimeError:  # the loop is closed: nobody waits

@@ -26,11 +26,9 @@ from mwjax.recorder.stderr import tell
 from mwjax.recorder.upstream import FAILURES, Settings, Upstream, closing, no_answer, passed, words
 from mwjax.rollouts.server_events import Splitter
 
-REFUSAL_BYTES = 10_000
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9110, section 5.6.2
 REFUSALS = (400, 404, 422)  # how engines answer a request member that they do not accept
-
-
+REFUSAL_BYTES = 10_000  # of such an answer that are written down
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9110, section 5.6.2
 # Writes the call down, the first time; what it gives is done when the line is in the file.
 _Record = Callable[[], asyncio.Future[None]]
 
@@ -93,8 +91,6 @@ class Proxy:
             headers["Location"] = self._upstream.own_location(headers["Location"], target, own)
         return web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
 
-    # ---- what is not recorded
-
     async def _pass_on(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
         body = request.content if request.body_exists else None
         try:
@@ -111,8 +107,6 @@ class Proxy:
             except (aiohttp.ClientError, TimeoutError):
                 _cut(request)
         return response
-
-    # ---- what is recorded
 
     async def _record(
         self, request: web.BaseRequest, target: str, name: str | None, endpoint: Endpoint
