@@ -77,9 +77,7 @@ def test_other_spellings_and_unknown_names() -> None:
         ("v4-8", "there are v5litepod-N, v5p-N, v6e-N, tpu7x-N"),
         ("", "is no TPU slice known here"),
     ):
-        with pytest.raises(topologies.UnknownSlice, match=message):
-            topologies.find(name)
-        with pytest.raises(topologies.UnknownSlice) as caught:
+        with pytest.raises(topologies.UnknownSlice, match=message) as caught:
             topologies.find(name)
         assert len(str(caught.value)) < 200
 

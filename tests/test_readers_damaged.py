@@ -152,6 +152,7 @@ def test_damaged_records_with_ids_are_all_accounted_for(tmp_path, name):
     records = recorded()[name] if records is None else records
     path = tmp_path / "log.jsonl"
     chance = random.Random(0)
+    checked = 0
     for _ in range(30):
         broken = damaged(records, chance)
         path.write_text("".join(json.dumps(each) + "\n" for each in broken))
@@ -162,3 +163,5 @@ def test_damaged_records_with_ids_are_all_accounted_for(tmp_path, name):
         # A first line that is a list is an array of records, and an episode of verifiers may hold several traces.
         if not isinstance(broken[0], list) and name != "verifiers_traces.jsonl":
             assert done.records == len(broken), done.account()
+            checked += 1
+    assert checked > 5 or name == "verifiers_traces.jsonl"

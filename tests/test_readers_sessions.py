@@ -154,7 +154,8 @@ def test_opencode_calls_that_saw_a_picture_are_refused_and_those_before_it_kept(
     assert all("image/png; only text can become" in refusal.reason for refusal in done.refused)
 
 
-def test_opencode_database_that_is_locked_or_compressed_says_what_to_do(database, tmp_path):
+def test_opencode_database_that_is_locked_or_compressed_says_what_to_do(database, tmp_path, monkeypatch):
+    monkeypatch.setattr(opencode, "LOCKED_SECONDS", 0.1)
     path, packed = tmp_path / "locked.db", tmp_path / "opencode.db.gz"
     path.write_bytes(Path(database).read_bytes())
     packed.write_bytes(gzip.compress(path.read_bytes()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -25,6 +26,7 @@ from mwjax.rollouts.readers import (
 from mwjax.rollouts.readers.rendered import rollout_items
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.supplied import completed
+from mwjax.rollouts.readers.system_prompts import steady_system
 from mwjax.tree import RowShape
 from tests.test_readers_claude_code import compacted, text
 from tests.test_readers_requests import GO, said, user, write
@@ -182,6 +184,19 @@ def test_a_line_that_changes_is_said_and_made_one_whatever_the_messages_come_fro
     assert found.rollout.meta.get("system_normalised") == (2 if normalise else None)
     costs = [rendering_for("test", options).decode(turn.prompt_ids.tolist()) for turn in found.rollout.turns]
     assert ["Cost: 0" in prompt for prompt in costs] == ([True] * 3 if normalise else [True, False, False])
+
+
+def test_thousands_of_calls_without_a_session_are_compared_with_those_of_their_own_conversation():
+    calls = [
+        Seen(({"role": "system", "content": f"Be brief.\nUse tools.\nCost: {cost}"}, user(f"Task {k}")), said("Done."))
+        for cost in range(2)
+        for k in range(2000)
+    ]
+    began = time.monotonic()
+    steady, lines = steady_system(calls, one=False, normalise=True)
+    assert time.monotonic() - began < 10  # comparing each call with each takes minutes
+    assert lines == ["Cost: 1"] * 2000
+    assert [call.messages for call in steady[2000:]] == [call.messages for call in calls[:2000]]
 
 
 def test_the_command_completes_a_session(tmp_path, capsys, database):
