@@ -63,6 +63,7 @@ def test_training_goes_to_the_bucket(config: str) -> None:
         (("c.yaml", "data.paths=r.jsonl"), "gs://b", "r.jsonl is on this machine, not on the hosts"),
         (("c.yaml", "data.paths=[gs://x,r.jsonl]"), "gs://b", "r.jsonl is on this machine"),
         (("c.yaml", "data.stepss=5"), "gs://b", "did you mean data.steps"),
+        (("c.yaml", "model.small=null", "model.path=model"), "gs://b", "model.path model: no such folder; give a hub"),
         (("none.yaml",), "gs://b", "no such file"),
     ],
 )

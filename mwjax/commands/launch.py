@@ -8,7 +8,8 @@ import typer
 
 EXAMPLES = """\b
 Examples:
-  mwjax launch a --tpu v5p-32 --zone us-east5-a --spot --bucket gs://mine/runs configs/grpo.yaml data.paths=gs://mine/r.gz
+  mwjax launch a --tpu v5p-32 --zone us-east5-a --spot --bucket gs://mine/runs configs/grpo.yaml mesh.fsdp=16 \\
+    data.paths=gs://mine/r.jsonl data.rows_per_microbatch=16 model.path=Qwen/Qwen3-4B
                                                 rent, install, train, follow; again after every preemption
   mwjax launch a ... --dry-run                  print the commands instead
   mwjax launch a --tpu v6e-8 --zone us-east5-b --file eval.py -- python eval.py --model gs://mine/m
@@ -17,7 +18,7 @@ Examples:
   mwjax launch a --zone us-east5-a --logs       follow a job that runs, without restarts
   mwjax launch a --zone us-east5-a --stop       let it save its state and stop
   mwjax launch a --zone us-east5-a --delete     give the machines back
-  mwjax launch a --tpu v6e-16 --zone us-east5-b --bucket gs://mine/runs --xpk CLUSTER --dry-run configs/grpo.yaml
+  mwjax launch a --tpu v6e-16 --zone us-east5-b --bucket gs://mine/runs --xpk CLUSTER --dry-run my.yaml
                                                 the same on a GKE cluster made with xpk
 
 \b

@@ -147,6 +147,7 @@ def _train(
     name: str, words: Sequence[str], bucket: str | None, shipped: set[str]
 ) -> tuple[tuple[str, ...], Path, list[str]]:
     """The command on the hosts, the configuration to copy there, and the extras of mwjax that it needs."""
+    from mwjax.model.hub import HUB_ID
     from mwjax.train import load
 
     config, overrides = Path(words[0]), list(words[1:])
@@ -167,6 +168,8 @@ def _train(
             continue
         if not Path(value).exists() and value in files and not value.startswith("/"):
             raise LaunchError(f"{value}: no such file, here or among what is copied to the hosts with --file")
+        if not Path(value).exists() and not value.startswith("/") and not HUB_ID.fullmatch(value):
+            raise LaunchError(f"model.path {value}: no such folder; give a hub id or the model's gs:// name")
         if Path(value).exists():
             raise LaunchError(
                 f"{value} is on this machine, not on the hosts: copy it into the bucket (gcloud storage cp -r) and "

@@ -19,7 +19,7 @@ from mwjax.rollouts.storage import is_local
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 WEIGHT_FILES = ("*.safetensors",)
-_HUB_ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?")
+HUB_ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def local_folder(name: os.PathLike[str] | str, *, weights: bool = True) -> Itera
             _download(text, Path(folder), WANTED + (WEIGHT_FILES if weights else ()))
             yield Path(folder)
         return
-    path, hub_id = Path(text).expanduser(), _HUB_ID.fullmatch(text)
+    path, hub_id = Path(text).expanduser(), HUB_ID.fullmatch(text)
     if hub_id is None or path.exists():
         yield path
         return
