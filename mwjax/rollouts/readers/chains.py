@@ -12,9 +12,8 @@ it in ``cause_turn``.
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mwjax.rollouts.extends import Shortener
+from mwjax.rollouts.readers.carried import SHORTEST_CARRIED, Texts
 from mwjax.rollouts.readers.contained import Contained
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.junctions import junction_detail
@@ -29,9 +29,6 @@ from mwjax.rollouts.readers.said import Said
 from mwjax.rollouts.record import MAIN_CHAIN, Turn
 
 ROOT_IDS = 16
-SHORTEST_CARRIED = 16  # characters; shorter texts occur by chance
-TASK_WORDS = 4
-SHORTEST_TASK = 2 * TASK_WORDS - 1  # characters of as many words
 
 
 class Conversation(NamedTuple):
@@ -53,61 +50,6 @@ class _Chain:
     repeats: bool = False
     handed_over: int | None = None
     causes: dict[int, int] = field(default_factory=dict)
-
-
-class _Texts:
-    """Who said what in a session: for each text, the calls that answered it, or whose tool calls hand it over."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = calls
-        self.answered: dict[str, list[int]] = {}
-        for index in range(len(calls)):
-            if len(text := self.answer(index)) >= SHORTEST_CARRIED:
-                self.answered.setdefault(text, []).append(index)
-        self._answers = Contained(self.answered)
-        tasks = (call.asked.first_user.strip() for call in calls if call.asked is not None)
-        self._tasks = Contained(task for task in tasks if len(task) >= SHORTEST_CARRIED)
-        self._handed_over: dict[str, list[int]] = {}
-        self._endings: dict[str, list[tuple[str, int]]] = {}
-        for index, call in enumerate(calls):
-            for _, arguments in call.answer.calls if call.answer is not None else ():
-                for task in self._tasks.inside(_unescaped(arguments)):
-                    self._handed_over.setdefault(task, []).append(index)
-                for value in _values(arguments):
-                    self._endings.setdefault(value[-SHORTEST_TASK:], []).append((value, index))
-
-    def answer(self, index: int) -> str:
-        answer = self.calls[index].answer
-        return "" if answer is None else answer.text.strip()
-
-    def carried(self, messages: Iterable[Said]) -> set[str]:
-        """The answers, of any call, that these messages hold."""
-        return {answer for each in messages for answer in self._answers.inside(each.text)}
-
-    def said(self, index: int) -> list[tuple[str, str]]:
-        """By what a later call of the conversation can be known: this call's answer, and its first user message."""
-        asked = self.calls[index].asked
-        return [("answer", self.answer(index)), *([] if asked is None else [("user", asked.first_user)])]
-
-    def hints(self, index: int) -> list[tuple[str, str]]:
-        """What this call's messages hold of other calls: ``said``, where it is no opening, which episodes may share."""
-        asked = self.calls[index].asked
-        if asked is None:
-            return []
-        opening = not any(each.role in ("assistant", "tool") for each in asked.messages)
-        carried = [("answer", answer) for answer in self.carried(asked.messages)]
-        return carried if opening else [*carried, ("user", asked.first_user)]
-
-    def handed_over_by(self, index: int) -> int | None:
-        """The latest earlier call whose tool call holds the first user message of this one, before which a harness may
-        have put words of its own: a sub-agent's task."""
-        asked = self.calls[index].asked
-        task = "" if asked is None else asked.first_user.strip()
-        if len(task) < SHORTEST_CARRIED:
-            return None
-        whole = self._handed_over.get(task, [])
-        ends = [k for value, k in self._endings.get(task[-SHORTEST_TASK:], ()) if task.endswith(value)]
-        return max((k for k in (*whole, *ends) if k < index), default=None)
 
 
 def without_copies(calls: Iterable[Call]) -> tuple[list[Call], list[Call]]:
@@ -134,7 +76,7 @@ def conversations(
     are told apart by what they share: ids, the first user message, or text that one hands to another. decode: ids as
     text, for telling re-tokenised text.
     """
-    texts = _Texts(calls)
+    texts = Texts(calls)
     chains = _chains(texts, one)
     home = {index: chain for chain in chains for index in chain.calls}
     for chain in chains:
@@ -166,7 +108,7 @@ def _segments(calls: Sequence[Call]) -> tuple[list[list[int]], list[int | None]]
     return segments, parents
 
 
-def _chains(texts: _Texts, one: bool) -> list[_Chain]:
+def _chains(texts: Texts, one: bool) -> list[_Chain]:
     calls = texts.calls
     chains: list[_Chain] = []
     home: dict[int, int] = {}
@@ -220,7 +162,7 @@ def _shared(before: Call, call: Call) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def _same_root(texts: _Texts, before: int, index: int, one: bool) -> bool:
+def _same_root(texts: Texts, before: int, index: int, one: bool) -> bool:
     old, new = texts.calls[before], texts.calls[index]
     if old.asked is None or new.asked is None:
         # The ids of a system prompt are those of all episodes of a harness.
@@ -239,23 +181,7 @@ def _mostly_equal(left: str, right: str) -> bool:
     return 2 * len(lines & others) >= max(len(lines), len(others))
 
 
-def _values(arguments: str) -> Iterator[str]:
-    """The texts among a tool call's arguments that could be a task: fewer words could be a path or a command that a
-    prompt happens to end with."""
-    try:
-        values = json.loads(arguments)
-    except ValueError:
-        return
-    for each in values.values() if isinstance(values, dict) else ():
-        if isinstance(each, str) and len(each.split()) >= TASK_WORDS:
-            yield each
-
-
-def _unescaped(arguments: str) -> str:
-    return arguments.replace("\\n", "\n").replace('\\"', '"').replace("\\\\", "\\")
-
-
-def _causes(chain: _Chain, home: Mapping[int, _Chain], texts: _Texts) -> dict[int, int]:
+def _causes(chain: _Chain, home: Mapping[int, _Chain], texts: Texts) -> dict[int, int]:
     """For calls of a chain: the latest other call whose text first appears in their prompt. Within the chain itself
     only at a junction: there the text has come back as a summary."""
     found: dict[int, int] = {}

@@ -7,12 +7,11 @@ log-probs, it was sampled once and is there once.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described, log_probabilities, number, token_ids
@@ -51,6 +50,7 @@ def read_rows(
 ) -> Iterator[Item]:
     """The rollouts of a file of rows. rows_of: the rows of one record; raises RecordError."""
     sessions: dict[str, Session] = {}
+    sampled: dict[str, set[bytes]] = {}  # by session, what is there already
     stem = os.path.basename(path).partition(".")[0]
     for number_, record in enumerate(records, start=1):
         if isinstance(record, Refusal):
@@ -72,8 +72,11 @@ def read_rows(
             name = row.rollout if said is None else str(said)
             name = name or (unnamed.name if len(made) == 1 else f"{unnamed.name}.{place}")
             session = sessions.setdefault(name, Session(name, one=True))
-            fresh = [call for call in calls if not any(_same(call, other) for other in session.calls)]
+            known = sampled.setdefault(name, set())
+            contents = [_contents(call) for call in calls]
+            fresh = [call for call, content in zip(calls, contents) if content not in known]
             session.calls += fresh
+            known.update(contents)
             used = used or bool(fresh)
             session.group = unnamed.group or row.group or session.group
             reward = reward if unnamed.reward is None else unnamed.reward
@@ -151,13 +154,10 @@ def _calls(row: Row, number_: int, line: int, options: Options) -> list[Call]:
     return calls
 
 
-def _same(call: Call, other: Call) -> bool:
-    if call.logprobs is None or other.logprobs is None:
-        equal = call.logprobs is other.logprobs
-    else:
-        equal = np.array_equal(call.logprobs, other.logprobs)
-    return (
-        equal
-        and np.array_equal(call.completion_ids, other.completion_ids)
-        and np.array_equal(call.prompt_ids, other.prompt_ids)
-    )
+def _contents(call: Call) -> bytes:
+    """Equal for calls with the same ids and log-probs."""
+    found = hashlib.sha256()
+    for part in (call.prompt_ids, call.completion_ids, call.logprobs):
+        data = b"" if part is None else part.tobytes()
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.digest()
