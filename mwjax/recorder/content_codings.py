@@ -8,6 +8,7 @@ from typing import Any
 
 import zstandard
 
+PIECE = 1 << 16
 Decoder = Callable[[bytes], bytes]
 
 
@@ -61,11 +62,13 @@ def _members(new: Callable[[], Any], failure: type[Exception]) -> Decoder:
     def run(data: bytes) -> bytes:
         nonlocal current
         out = []
-        while data:
-            if current.eof:
-                current = new()
-            out.append(current.decompress(data))
-            data = current.unused_data
+        for start in range(0, len(data), PIECE):  # a member copies what follows it: not all the rest each time
+            piece = data[start : start + PIECE]
+            while piece:
+                if current.eof:
+                    current = new()
+                out.append(current.decompress(piece))
+                piece = current.unused_data
         return b"".join(out)
 
     return _refusing(run, failure)

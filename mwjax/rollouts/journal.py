@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from typing import Any
 
 from mwjax.rollouts.errors import RolloutFileError, file_error
@@ -30,6 +31,7 @@ class Journal:
         """Raises RolloutFileError if the file cannot be opened or another journal holds it."""
         self.path = os.path.expanduser(str(path))
         self.torn: str | None = None
+        self._swapping = threading.Lock()  # held while the descriptor becomes another one
         if not is_local(path):
             raise RolloutFileError(
                 f"cannot append to {path}: an object store has no append; record to a local file and copy it with "
@@ -52,9 +54,14 @@ class Journal:
         self._write(lines, sync=False)
 
     def sync(self) -> None:
-        """Puts on the disk what ``append_soon`` wrote."""
+        """Puts on the disk what ``append_soon`` wrote; may be called beside it, from another thread."""
         try:
-            os.fsync(self._descriptor)
+            with self._swapping:
+                descriptor = os.dup(self._descriptor)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise file_error("write", self.path, error) from error
 
@@ -102,9 +109,10 @@ class Journal:
         if not same:
             with contextlib.suppress(OSError):  # opening it says what is wrong
                 os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            moved = self._descriptor
-            self._descriptor, self._size = self._open()
-            os.close(moved)
+            moved, opened = self._descriptor, self._open()
+            with self._swapping:
+                self._descriptor, self._size = opened
+                os.close(moved)
         elif ours.st_size != self._size:
             self._size = self._recover(self._descriptor)
 
