@@ -27,8 +27,9 @@ from mwjax.train.load import ConfigError
 MACHINES = Machines("a", topologies.find("v5p-32"), "us-east5-a")
 CONFIG = """
 run_dir: runs/a
-data: {paths: "gs://b/r.jsonl"}
+data: {paths: "gs://b/r.jsonl", rows_per_microbatch: 16}
 model: {path: Qwen/Qwen3-0.6B}
+mesh: {fsdp: 16}
 """
 
 
@@ -64,6 +65,11 @@ def test_training_goes_to_the_bucket(config: str) -> None:
         (("c.yaml", "data.paths=[gs://x,r.jsonl]"), "gs://b", "r.jsonl is on this machine"),
         (("c.yaml", "data.stepss=5"), "gs://b", "did you mean data.steps"),
         (("c.yaml", "model.small=null", "model.path=model"), "gs://b", "model.path model: no such folder; give a hub"),
+        (
+            ("c.yaml", "mesh.fsdp=8"),
+            "gs://b",
+            "mesh: 8 of 16 devices used; on 4 hosts it must be all: mesh.fsdp=16 with",
+        ),
         (("none.yaml",), "gs://b", "no such file"),
     ],
 )
@@ -157,14 +163,16 @@ def test_xpk(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         "c",
         "--dry-run",
     ]
+    mesh = ("mesh.data=2", "data.rows_per_microbatch=32")
     with pytest.raises(SystemExit) as caught:
-        cli.main([*words, "--bucket", "gs://b", config])
+        cli.main([*words, "--bucket", "gs://b", config, *mesh])
     assert not caught.value.code
     last = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert last[:3] == ["xpk", "workload", "create"]
     scripts = tmp_path / "cache" / "mwjax" / "launch" / "a" / "scripts"
     command = (
-        f'pip install --quiet "mwjax[tpu,gcs] @ file://$PWD/{wheel.filename()}" && mwjax train c.yaml run_dir=gs://b/a'
+        f'pip install --quiet "mwjax[tpu,gcs] @ file://$PWD/{wheel.filename()}" && '
+        f"mwjax train c.yaml {' '.join(mesh)} run_dir=gs://b/a"
     )
     assert last[3:] == [
         *("--cluster=c", "--workload=a", "--tpu-type=v6e-16", "--num-slices=2", "--zone=z", "--project=p"),

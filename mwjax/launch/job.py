@@ -9,9 +9,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mwjax.launch.topologies import Slice
+
+if TYPE_CHECKING:
+    from mwjax.train.config import MeshConfig
 
 Capacity = Literal["on-demand", "spot", "reserved"]
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -117,7 +120,7 @@ def plan(
     has.
 
     Raises LaunchError or ConfigError for whatever would fail only once the machines are paid for: an option that does
-    not exist, a run directory that goes with the hosts, a file that is not on them.
+    not exist, a run directory that goes with the hosts, a file that is not on them, a mesh that leaves devices out.
     """
     if not words:
         raise LaunchError("give what to run: a configuration with options, or any command after --")
@@ -132,7 +135,7 @@ def plan(
             raise LaunchError(f"--file {file}: no such file")
     command, extras = tuple(words), [*EXTRAS]
     if words[0].endswith((".yaml", ".yml")):
-        command, config, more = _train(machines.name, words, bucket, {file.name for file in shipped})
+        command, config, more = _train(machines, words, bucket, {file.name for file in shipped})
         shipped, extras = (config, *shipped), [*EXTRAS, *more]
     names = [file.name for file in shipped]
     if taken := sorted(set(names) & set(TAKEN)):
@@ -144,7 +147,7 @@ def plan(
 
 
 def _train(
-    name: str, words: Sequence[str], bucket: str | None, shipped: set[str]
+    machines: Machines, words: Sequence[str], bucket: str | None, shipped: set[str]
 ) -> tuple[tuple[str, ...], Path, list[str]]:
     """The command on the hosts, the configuration to copy there, and the extras of mwjax that it needs."""
     from mwjax.model.hub import HUB_ID
@@ -154,7 +157,7 @@ def _train(
     settings = load.load(str(config), overrides)
     in_bucket = settings.run_dir.startswith("gs://")
     if bucket and not in_bucket and not any(word.startswith("run_dir=") for word in overrides):
-        overrides.append(f"run_dir={bucket}/{name}")
+        overrides.append(f"run_dir={bucket}/{machines.name}")
         in_bucket = True
     if not in_bucket:
         raise LaunchError(
@@ -176,8 +179,20 @@ def _train(
                 f"give its gs:// name; or, if it is one small file, add --file {value} and name it {Path(value).name} "
                 "in the options"
             )
+    _check_mesh(machines, settings.mesh)
     trackers = {"tensorboard": settings.tracking.tensorboard, "wandb": settings.tracking.wandb}
     return ("mwjax", "train", config.name, *overrides), config, [name for name, wanted in trackers.items() if wanted]
+
+
+def _check_mesh(machines: Machines, mesh: MeshConfig) -> None:
+    """Several processes must use all their devices; see `mwjax.train.mesh.make_mesh`."""
+    hosts = len(machines.hosts)
+    used, devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context, hosts * machines.slice.devices_per_host
+    if hosts > 1 and used != devices:
+        raise LaunchError(
+            f"mesh: {used} of {devices} devices used; on {hosts} hosts it must be all: mesh.fsdp={devices} with "
+            f"data.rows_per_microbatch={devices}, for instance; mwjax plan says what fits"
+        )
 
 
 Variables = tuple[tuple[str, str], ...]
