@@ -275,7 +275,10 @@ def test_a_client_that_hangs_is_ended_with_its_ssh(cloud: Cloud, monkeypatch: py
 
 
 def test_names_of_files_and_buckets(cloud: Cloud, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("run_dir: gs://mine/a\ndata: {paths: gs://b/r}\nmodel: {path: a/b}\n")
+    rows, mesh = "rows_per_microbatch: 8", "mesh: {fsdp: 8}"
+    (tmp_path / "c.yaml").write_text(
+        f"run_dir: gs://mine/a\ndata: {{paths: gs://b/r, {rows}}}\nmodel: {{path: a/b}}\n{mesh}\n"
+    )
     where = [*arguments(cloud)[:-1], "--dry-run"]
     for given, complaint in (
         (("--bucket", "gs://", "c.yaml"), "--bucket gs://: expected gs://BUCKET"),
