@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mwjax.rollouts.errors import RecordError, Refusal
-from mwjax.rollouts.fields import described, log_probabilities, number, token_ids
+from mwjax.rollouts.fields import described, log_probabilities, token_ids
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
 from mwjax.rollouts.readers.rendered import of_one_record, rendering_for, rollout_items, seconds
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import at, check_usage
+from mwjax.rollouts.readers.sessions import at, check_usage, group_and_reward
 from mwjax.rollouts.readers.supplied import SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
 
@@ -43,7 +43,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             yield record.refusal(path, "steps", f"missing in {described(value)}: this is no ATIF trajectory")
             continue
         try:
-            group, reward = _said_of(value, options)
+            group, reward = group_and_reward(value, options)
             name = str(value.get("trajectory_id") or value.get("session_id") or f"line-{record.line}")
             calls, metrics = _calls(value, MAIN_CHAIN, record.line, {})
             if not calls:
@@ -80,15 +80,6 @@ def read(path: str, options: Options) -> Iterator[Item]:
             meta=meta,
         )
         yield from of_one_record(items)
-
-
-def _said_of(value: Mapping[str, Any], options: Options) -> tuple[str | None, float | None]:
-    group = at(value, options.group_by) if options.group_by is not None else None
-    reward = at(value, options.reward) if options.reward is not None else None
-    return (
-        None if group is None else str(group),
-        None if reward is None or options.reward is None else number(reward, options.reward),
-    )
 
 
 def _calls(

@@ -8,18 +8,19 @@ one of ``weight`` 0 (OpenAI's fine-tuning form) is context only. Plain text is r
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from mwjax.rollouts.errors import RecordError, Refusal
-from mwjax.rollouts.fields import described, number
+from mwjax.rollouts.fields import described
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
 from mwjax.rollouts.readers.rendered import of_one_record, rendering_for, rollout_items
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import at
+from mwjax.rollouts.readers.sessions import at, group_and_reward
 from mwjax.rollouts.readers.supplied import TOOLS
 
 NAME = "conversation"
@@ -47,6 +48,7 @@ def _is_text(value: Any) -> bool:
 
 def read(path: str, options: Options) -> Iterator[Item]:
     rendering = rendering_for(NAME, options)
+    options = dataclasses.replace(options, reward=options.reward or "reward")
     stem = os.path.basename(path).partition(".")[0]
     for record in json_records(path, options):
         if isinstance(record, Refusal):
@@ -54,9 +56,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             continue
         try:
             calls = _calls(record)
-            group = at(record.value, options.group_by) if options.group_by is not None else None
-            reward = at(record.value, options.reward or "reward")
-            reward = None if reward is None else number(reward, options.reward or "reward")
+            group, reward = group_and_reward(record.value, options)
         except RecordError as error:
             yield record.refusal(path, error.field, error.reason)
             continue
@@ -71,7 +71,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             options,
             rendering,
             missing=[TOOLS] if without_tools else [],
-            group=None if group is None else str(group),
+            group=group,
             reward=reward,
         )
         yield from of_one_record(items)

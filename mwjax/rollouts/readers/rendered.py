@@ -24,14 +24,13 @@ from mwjax.rollouts.readers.junctions import junction_detail
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.said import answered, asked
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import time_in
+from mwjax.rollouts.readers.sessions import TRUNCATED, time_in
 from mwjax.rollouts.readers.supplied import completed
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
 from mwjax.rollouts.rendering import Rendering, RenderingError, load
 
 UNTHOUGHT = "thinking_left_out"
-TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")
 
 
 def rendering_for(name: str, options: Options) -> Rendering:

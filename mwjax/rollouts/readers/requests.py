@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 from mwjax.rollouts.engine_ids import Endpoint
 from mwjax.rollouts.errors import RecordError, Refusal
-from mwjax.rollouts.fields import number as checked_number
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.chains import conversations, without_copies
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
-from mwjax.rollouts.readers.rendered import TRUNCATED, rendered_call, rendered_meta, rendered_remarks
+from mwjax.rollouts.readers.rendered import rendered_call, rendered_meta, rendered_remarks
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import at, name_in
+from mwjax.rollouts.readers.sessions import TRUNCATED, at, group_and_reward, merged, name_in
 from mwjax.rollouts.readers.settings import sampling_settings
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import Rollout
@@ -82,10 +81,9 @@ def rollouts_of(
             continue
         try:
             calls = list(_seen(exchange, stored, options))
-            if options.group_by is not None and (group := at(exchange.record, options.group_by)) is not None:
-                session.group = str(group)
-            if options.reward is not None and (reward := at(exchange.record, options.reward)) is not None:
-                session.reward = checked_number(reward, options.reward)
+            group, reward = group_and_reward(exchange.record, options)
+            session.group = session.group if group is None else group
+            session.reward = session.reward if reward is None else reward
         except RecordError as error:
             session.lost.append(exchange.line)
             yield Refusal(path, exchange.line, error.field, error.reason)
@@ -119,9 +117,7 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
         hidden |= {id(call)} if each.hidden else set()
         notes |= {id(call): note} if note is not None else {}
     kept, copies = without_copies(calls)
-    used = {call.record for call in kept}
-    for call in {call.record: call for call in copies if call.record not in used}.values():
-        yield Remark("merged", path, call.line, "a second record of a response that is there already")
+    yield from merged(path, kept, copies)
     if not kept:
         return
     found = conversations(kept, one=session.one, decode=lambda ids: rendering.decode(ids.tolist()))

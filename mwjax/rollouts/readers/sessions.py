@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -22,6 +22,7 @@ from mwjax.rollouts.readers.settings import ratio_warning
 from mwjax.rollouts.record import Rollout
 
 LATEST_TIME = 1e11
+TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")  # why a completion ended at its token limit
 REDACTED = "[redacted]"  # what `mwjax record` writes in place of a field
 
 
@@ -39,10 +40,9 @@ class Session:
 
     def note(self, record: Record, options: Options) -> None:
         """Takes group and reward from a record, the last one that has them. Raises RecordError."""
-        if options.group_by is not None and (group := at(record.value, options.group_by)) is not None:
-            self.group = str(group)
-        if options.reward is not None and (reward := at(record.value, options.reward)) is not None:
-            self.reward = number(reward, options.reward)
+        group, reward = group_and_reward(record.value, options)
+        self.group = self.group if group is None else group
+        self.reward = self.reward if reward is None else reward
 
 
 def at(value: Any, path: str) -> Any:
@@ -55,6 +55,16 @@ def at(value: Any, path: str) -> Any:
         else:
             return None
     return value
+
+
+def group_and_reward(record: Any, options: Options) -> tuple[str | None, float | None]:
+    """From the fields of a record that the user named; None where there is none. Raises RecordError."""
+    group = None if options.group_by is None else at(record, options.group_by)
+    reward = None if options.reward is None else at(record, options.reward)
+    return (
+        None if group is None else str(group),
+        None if reward is None or options.reward is None else number(reward, options.reward),
+    )
 
 
 def time_in(record: Any, *names: str) -> float | None:
@@ -117,9 +127,7 @@ def rollouts_of(path: str, sessions: Mapping[str, Session], options: Options) ->
     decode = decoder(options.tokenizer)
     for session in sessions.values():
         kept, copies = without_copies(session.calls)
-        used = {call.record for call in kept}
-        for call in {call.record: call for call in copies if call.record not in used}.values():
-            yield Remark("merged", path, call.line, "a second record of a response that is there already")
+        yield from merged(path, kept, copies)
         if not kept:
             continue
         found = conversations(kept, one=session.one, decode=decode)
@@ -136,9 +144,16 @@ def rollouts_of(path: str, sessions: Mapping[str, Session], options: Options) ->
             yield Remark("warning", path, found[0].calls[0].line, reason)
 
 
+def merged(path: str, kept: Sequence[Call], copies: Sequence[Call]) -> Iterator[Remark]:
+    """A remark for every record that holds nothing but copies: see `without_copies`."""
+    used = {call.record for call in kept}
+    for call in {call.record: call for call in copies if call.record not in used}.values():
+        yield Remark("merged", path, call.line, "a second record of a response that is there already")
+
+
 def _meta(session: Session, conversation: Conversation) -> dict[str, Any]:
     meta: dict[str, Any] = {"session": session.name}
-    truncated = [k for k, turn in enumerate(conversation.turns) if turn.finish_reason in ("length", "max_tokens")]
+    truncated = [k for k, turn in enumerate(conversation.turns) if turn.finish_reason in TRUNCATED]
     cut_off = [k for k, call in enumerate(conversation.calls) if call.cut_off]
     for key, value in (
         ("junction_details", {str(turn): detail for turn, detail in conversation.details.items()}),
@@ -159,7 +174,7 @@ def _remarks(path: str, conversation: Conversation) -> Iterator[Remark]:
     for turn, call in zip(conversation.turns, conversation.calls):
         if turn.logprobs is not None and turn.trainable and (warning := ratio_warning(turn.sampling)):
             yield Remark("warning", path, call.line, warning)
-        if turn.finish_reason in ("length", "max_tokens"):
+        if turn.finish_reason in TRUNCATED:
             yield Remark("warning", path, call.line, "the completion was truncated at the token limit; kept")
         if call.cut_off:
             reason = "the answer broke off, so the harness did not act on it; kept as context only"

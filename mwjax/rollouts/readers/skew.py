@@ -18,9 +18,8 @@ from mwjax.rollouts.readers import calls_log, chat
 from mwjax.rollouts.readers.chat_log import TIMES, exchange_in
 from mwjax.rollouts.readers.reader import Options
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import TRUNCATED
 from mwjax.rollouts.readers.requests import answers, asked_messages, endpoint_of
-from mwjax.rollouts.readers.sessions import time_in
+from mwjax.rollouts.readers.sessions import TRUNCATED, time_in
 from mwjax.rollouts.rendering import Rendering, RenderingError
 
 SHOWN = 24  # characters on either side of a difference
