@@ -3,6 +3,7 @@ formats with token ids is accounted for."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -165,3 +166,19 @@ def test_damaged_records_with_ids_are_all_accounted_for(tmp_path, name):
             assert done.records == len(broken), done.account()
             checked += 1
     assert checked > 5 or name == "verifiers_traces.jsonl"
+
+
+MEMBERS = (
+    *("choices", "completion", "data", "event_type", "log", "messages", "meta_info", "nodes", "output_ids", "payload"),
+    *("prompt", "prompt_ids", "request", "response", "samples", "text", "traces", "trajectory", "triplets", "tokens"),
+)
+
+
+def test_what_a_file_is_is_found_out_without_a_traceback(tmp_path):
+    path = tmp_path / "log.jsonl"
+    chance = random.Random(0)
+    single = [{name: junk} for name in MEMBERS for junk in JUNK]
+    for record in [*single, *({name: chance.choice(JUNK) for name in chance.sample(MEMBERS, 5)} for _ in range(300))]:
+        path.write_text(json.dumps(record) + "\n")
+        with contextlib.suppress(RolloutFileError):
+            detect(str(path))

@@ -17,6 +17,7 @@ import numpy as np
 
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described, log_probabilities, number, token_ids
+from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.masked import sampled_runs
 from mwjax.rollouts.readers.reader import Found, Head, Item, Options, Remark
@@ -34,7 +35,7 @@ def looks_like(head: Head) -> bool:
         isinstance(step, dict) and "tokens" in step and "trajectory_id" in step
         for record in head.records
         if isinstance(record, dict)
-        for step in record.get("trajectory") or ()
+        for step in chat.listed(record.get("trajectory"))
     )
 
 
