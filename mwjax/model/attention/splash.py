@@ -1,7 +1,7 @@
 """Attention over packed trees by jax's own splash attention, which is given the tree's mask.
 
-It takes a mask as a table of pairs of blocks (empty, partly visible, full) and the bits of the partly
-visible ones. Both are computed inside the program, so trees may differ from step to step; the bits cost memory that
+It takes a mask as a table of pairs of blocks (empty, partly visible, full) and the bits of the partly visible ones.
+Both are computed inside the program, so trees may differ from step to step; the bits cost memory that
 `mwjax.model.attention.pallas` does not need.
 """
 
@@ -48,10 +48,9 @@ def attend(
     Args:
       query: scaled before the product, hence rounded once more in bfloat16 where ``head_dim ** -0.5`` is no power of 2.
       block: size of the blocks, a multiple of 128; by the length of the row when None.
-      partial_blocks: how many partly visible pairs of blocks a row may have, each
-        ``4 * block ** 2`` bytes, since a kernel holds bits as int32, and twice in the backward pass;
-        `PARTIAL_PER_QUERY_BLOCK` a query block when None. The output of a row that has more (`count_partial_blocks`)
-        is NaN.
+      partial_blocks: how many partly visible pairs of blocks a row may have, each ``4 * block ** 2`` bytes, since a
+        kernel holds bits as int32, and twice in the backward pass; `PARTIAL_PER_QUERY_BLOCK` a query block when None.
+        The output of a row that has more (`count_partial_blocks`) is NaN.
       interpret: run in Pallas's interpreter, which works on any device and is slow: for tests.
 
     Raises:
