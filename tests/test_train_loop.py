@@ -154,6 +154,16 @@ def test_recomputed_old_log_probs_and_reference_are_those_of_the_initial_weights
     assert rows(hidden)[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
 
 
+def test_devices_that_are_left_out_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop.run(configure(folder, "data.steps=1"))
+    assert "devices:" not in capsys.readouterr().err
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    loop.run(configure(folder, "data.steps=1"))
+    assert "devices: 1 of 4 used; mesh.fsdp or mesh.data takes more" in capsys.readouterr().err
+
+
 def test_the_run_directory_tells_what_was_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = folder / "weights"
     shape = model.small_config(VOCABULARY, layers=2, width=16)

@@ -447,6 +447,8 @@ def _announce(
     if lost:
         reporter.say(f"{index.layout.method}: {lost} of {int(index.sampled.sum())} sampled tokens get no loss")
     reporter.say(f"model: {made.description}")
+    if made.mesh.size < jax.device_count():
+        reporter.say(f"devices: {made.mesh.size} of {jax.device_count()} used; mesh.fsdp or mesh.data takes more")
     if not config.model.sampled_the_data:
         reporter.say(f"logdiff: {card.NOT_SAMPLED_HERE}")
     for message in damaged:
