@@ -6,7 +6,7 @@ different lengths, one inside the other, as this many ids allow.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable, Sequence
 
@@ -140,7 +140,9 @@ def families(rng: np.random.Generator, size: int) -> dict[str, Callable[[], Pair
 
 
 def main() -> None:
-    size = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ids", type=int, nargs="?", default=100_000)
+    size = parser.parse_args().ids
     rng = np.random.default_rng(0)
     for name, make in families(rng, size).items():
         old, new = make()

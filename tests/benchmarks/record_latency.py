@@ -15,6 +15,7 @@ system for precedence, or its queues are measured: ``chrt -r 1 python tests/benc
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
@@ -157,5 +158,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["engine"]:
         asyncio.run(engine())
     else:
-        given = [int(each) for each in sys.argv[1:]]
-        main(*given, *(50, 3)[len(given) :])
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("streams", type=int, nargs="?", default=50)
+        parser.add_argument("rounds", type=int, nargs="?", default=3)
+        main(**vars(parser.parse_args()))

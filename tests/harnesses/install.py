@@ -18,7 +18,7 @@ QWEN_AGENT = ("qwen-agent==0.0.34", "numpy", "python-dateutil", "soundfile", "tq
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
     folder = Path(sys.argv[1]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
