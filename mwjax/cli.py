@@ -30,9 +30,9 @@ from mwjax.commands.statuses import DEFECT, DONE, UNUSABLE
 
 EXAMPLES = """\b
 Examples:
-  mwjax quickstart                              all of it on shipped rollouts, in two minutes
+  mwjax quickstart                              all of it on shipped rollouts, in three minutes
   mwjax audit rollouts.jsonl                    is this data consistent, and what to do
-  mwjax audit rollouts.jsonl --rows train.jsonl are these training rows?
+  mwjax audit rollouts.jsonl --rows train.jsonl are these training rows right?
   mwjax audit rollouts.jsonl --model MODEL_DIR  how far off are the log-probs?
   mwjax audit a.jsonl b.jsonl --compare         two sets of rollouts side by side
   mwjax inspect rollouts.jsonl --limit 3        draw the trees of the first rollouts
@@ -40,6 +40,7 @@ Examples:
   mwjax train configs/grpo.yaml run_dir=runs/b  change options on the way
   mwjax train --keys                            every option and its default
   mwjax export runs/b --out models/b            the trained weights as transformers loads them
+  mwjax record http://127.0.0.1:8000            log what a harness and an engine say: mwjax record --help
   mwjax import calls.jsonl --out rollouts.jsonl logs of other tools as rollouts: mwjax import --help
   mwjax plan configs/sft.yaml --topology v5p-32 does it fit on these TPUs, and how fast could it be?
   mwjax launch NAME --tpu v5p-32 ...            train on TPU machines in the cloud: mwjax launch --help
