@@ -89,8 +89,8 @@ def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
                 if known is None:
                     parts.append(known := {})
                 _add_delta(known, part)
-        elif isinstance(value, list) and isinstance(before, list):
-            message[key] = [*before, *value]  # without indices each is whole
+        elif isinstance(value, list):
+            message[key] = _extended(before, value)  # without indices each is whole
         elif isinstance(value, dict):
             message[key] = _object(before)
             _add_delta(message[key], value)
