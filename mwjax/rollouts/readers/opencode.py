@@ -140,7 +140,9 @@ def _stored(path: str) -> tuple[list[Session], int]:
     place = Path(path).expanduser().resolve()
     try:
         # The program may have it open, or have left its write-ahead log beside it.
-        with contextlib.closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", LOCKED_SECONDS, uri=True)) as connection:
+        with contextlib.closing(
+            sqlite3.connect(f"{place.as_uri()}?mode=ro", timeout=LOCKED_SECONDS, uri=True)
+        ) as connection:
             found = connection.execute(
                 "SELECT id, parent_id, version FROM session ORDER BY time_created, id"
             ).fetchall()
