@@ -130,7 +130,7 @@ def test_opencode_rows_that_are_damaged_or_left_over_are_refused_and_the_rest_is
     whole = changed(database, tmp_path)
     assert (whole.used, whole.records) == (20, 20)
     child = "session_id IN (SELECT id FROM session WHERE parent_id IS NOT NULL)"
-    with sqlite3.connect(database) as connection:
+    with contextlib.closing(sqlite3.connect(database)) as connection:
         ((size,),) = connection.execute(f"SELECT count(*) FROM message WHERE {child}").fetchall()
     for broken in ("{", "null", "[1]"):
         done = changed(database, tmp_path, f"UPDATE message SET data = '{broken}' WHERE {child}")
