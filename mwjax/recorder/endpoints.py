@@ -1,4 +1,4 @@
-"""The three APIs that are recorded: how to know a call of theirs, a stream's end, an error, and the usage."""
+"""The three APIs that are recorded: a stream's end, an error, and the usage."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ import json
 from typing import Any
 
 from mwjax.rollouts.engine_ids import Endpoint, choices_of
-
-_ENDS: tuple[tuple[str, Endpoint], ...] = (
-    ("/chat/completions", "chat.completions"),
-    ("/responses", "responses"),
-    ("/messages", "messages"),
-)
-
-
-def endpoint_of(method: str, target: str) -> Endpoint | None:
-    """The API that a request is a call of; None for one that is passed on and not recorded. ``target`` is the request
-    target: path and query."""
-    path = target.partition("?")[0].rstrip("/")
-    return next((name for end, name in _ENDS if method == "POST" and path.endswith(end)), None)
 
 
 def ends_stream(endpoint: Endpoint, data: str, payload: Any) -> bool:

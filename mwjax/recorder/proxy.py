@@ -19,11 +19,13 @@ from mwjax.recorder import sessions
 from mwjax.recorder.additions import additions, stripped_body, stripped_event
 from mwjax.recorder.calls import Body, Exchange
 from mwjax.recorder.content_codings import decoded, decoder
-from mwjax.recorder.endpoints import Endpoint, endpoint_of, error_body
+from mwjax.recorder.endpoints import error_body
 from mwjax.recorder.json_text import loads, with_members
 from mwjax.recorder.log import CallLog
 from mwjax.recorder.stderr import tell
 from mwjax.recorder.upstream import FAILURES, Settings, Upstream, closing, no_answer, passed, words
+from mwjax.rollouts.engine_ids import Endpoint
+from mwjax.rollouts.http_calls import SESSION_HEADERS, endpoint_of
 from mwjax.rollouts.server_events import Splitter
 
 REFUSALS = (400, 404, 422)  # how engines answer a request member that they do not accept
@@ -114,7 +116,7 @@ class Proxy:
         headers = {key.lower(): value for key, value in request.headers.items()}
         session = sessions.session(headers, name, self._extra_headers)
         secrets = [*sessions.secrets(headers), *sessions.query_secrets(target)]
-        kept_headers = (*sessions.KEPT_REQUEST_HEADERS, *sessions.SESSION_HEADERS, *self._extra_headers)
+        kept_headers = (*sessions.KEPT_REQUEST_HEADERS, *SESSION_HEADERS, *self._extra_headers)
         exchange = Exchange(
             endpoint=endpoint,
             path=sessions.kept_target(target),

@@ -8,17 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote, unquote_plus
 
-# In this order: the general names, then those of Codex, Claude Code, LiteLLM and Helicone.
-SESSION_HEADERS = (
-    "x-session-id",
-    "session-id",
-    "session_id",
-    "x-conversation-id",
-    "conversation_id",
-    "x-claude-code-session-id",
-    "x-litellm-session-id",
-    "helicone-session-id",
-)
+from mwjax.rollouts.http_calls import SESSION_HEADERS
+
 KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "proxy-authorization", "cookie")
 KEPT_REQUEST_HEADERS = (
     "accept",

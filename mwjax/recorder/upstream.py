@@ -17,10 +17,10 @@ from yarl import URL
 
 from mwjax.recorder.additions import Engine
 from mwjax.recorder.content_codings import decoded
-from mwjax.recorder.endpoints import endpoint_of
 from mwjax.recorder.json_text import loads
 from mwjax.recorder.sessions import KEY_HEADERS
 from mwjax.recorder.stderr import tell
+from mwjax.rollouts.http_calls import endpoint_of
 
 # RFC 9110, section 7.6.1: these concern one connection, not the message. Expect is answered here.
 HOP_BY_HOP = frozenset(

@@ -13,6 +13,7 @@ from typing import Any
 import zstandard
 
 from mwjax.rollouts.errors import Refusal
+from mwjax.rollouts.http_calls import SESSION_HEADERS, endpoint_of
 from mwjax.rollouts.lines import GZIP_MAGIC, ZSTD_MAGIC
 from mwjax.rollouts.readers.event_text import response_in
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
@@ -23,9 +24,6 @@ from mwjax.rollouts.readers.sessions import at
 
 NAME = "har"
 DESCRIPTION = "HTTP archives with calls of OpenAI's and Anthropic's APIs (no ids: rendered)"
-
-ENDS = ("/chat/completions", "/responses", "/messages")
-SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-conversation-id", "x-claude-code-session-id")
 
 
 def looks_like(head: Head) -> bool:
@@ -48,8 +46,7 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
         for place, entry in enumerate(entries if isinstance(entries, list) else ()):
             # A HAR is one document: its entries are told apart by number, not by line.
             number = place + 1
-            url = str(at(entry, "request.url") or "").partition("?")[0].rstrip("/")
-            if at(entry, "request.method") != "POST" or not url.endswith(ENDS):
+            if endpoint_of(str(at(entry, "request.method")), str(at(entry, "request.url"))) is None:
                 others += 1
                 continue
             field = f"log.entries[{place}]"
