@@ -153,17 +153,21 @@ def train(
                 "MWJAX_HEARTBEAT_TIMEOUT": "20",
             }
             command = [sys.executable, "-c", CHILD, str(folder / "config.yaml"), str(folder / "trace"), *words]
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            running.append(subprocess.Popen(command, env=environment, cwd=folder, **pipes))
-        texts = []
-        for number, process in enumerate(running):
+            # Into files: what is said through a pipe that nobody reads yet would hold a process, and all the others.
+            with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+                running.append(subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=err))
+        for number, child in enumerate(running):
             if any(act.action == "freeze" and act.process == number for act in acts):
-                process.kill()  # it would stay for ever
-            texts.append(process.communicate(timeout=240))
+                child.kill()  # it would stay for ever
+            child.wait(timeout=240)
     finally:
-        for process in running:
-            process.kill()
-    return [Ended(process.returncode, *text) for process, text in zip(running, texts)]
+        for child in running:
+            child.kill()
+    folders = [traces(config, process).parent for process in range(processes)]
+    return [
+        Ended(child.returncode, (folder / "out").read_text(), (folder / "err").read_text())
+        for child, folder in zip(running, folders)
+    ]
 
 
 def traces(config: RunConfig, process: int) -> Path:

@@ -8,9 +8,12 @@ one of itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
+import sys
 import time
+import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,13 +81,12 @@ class Checkpoints:
         self._manager = _manager(self.folder, options, self._errors)
 
     def __enter__(self) -> Checkpoints:
-        # Orbax logs a traceback for each of its threads before it raises the same error here.
-        self._logged = logging.getLogger("absl").level
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._quiet = _quiet()
+        self._quiet.__enter__()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         try:
             # Of several processes, one that leaves with an error ends the others: it does not wait for them.
@@ -96,7 +98,7 @@ class Checkpoints:
             if error is None:
                 raise
         finally:
-            logging.getLogger("absl").setLevel(self._logged)
+            self._quiet.__exit__(None, None, None)
 
     def latest(self) -> int | None:
         """The newest step that was saved completely, None if there is none."""
@@ -292,22 +294,51 @@ def _verify(read: Mapping[str, str], saved: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _readable(folder: epath.Path) -> Iterator[None]:
-    """Turns whatever reading a damaged checkpoint raises into CheckpointUnreadable, without Orbax's own log. What is
-    no damage (memory that does not suffice, a refused permission) stays what it is."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Turns whatever reading a damaged checkpoint raises into CheckpointUnreadable. What is no damage (memory that does
+    not suffice, a refused permission) stays what it is."""
+    with _quiet():
+        try:
+            yield
+        except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:
+            _let_go(error)
+            # TensorStore appends kilobytes of its own description.
+            lines = str(error).split(" [tensorstore_spec")[0].strip().splitlines() or [type(error).__name__]
+            reason = f"{folder}: this checkpoint is damaged and cannot be read: {lines[0]}"
+            raise CheckpointUnreadable(f"{reason}\nUse another step of that run.", reason) from error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Frees what the frames of an error and of its causes hold: the reads that were given up tell so as they go."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Orbax tells of an error beside raising it: a traceback for each of its threads, and kilobytes for
+    each read that it gives up."""
+    loggers = {name: logging.getLogger(name) for name in ("absl", "asyncio")}
+    levels, hook = {name: logger.level for name, logger in loggers.items()}, sys.unraisablehook
+
+    def not_of_orbax(event: Any) -> None:
+        # Its coroutines, and those they awaited, whose event loop it has closed.
+        awaited = event.object is None and str(event.exc_value) == "Event loop is closed"
+        if not awaited and "orbax" not in getattr(getattr(event.object, "cr_code", None), "co_filename", ""):
+            hook(event)
+
     try:
+        for logger in loggers.values():
+            logger.setLevel(logging.CRITICAL)
+        sys.unraisablehook = not_of_orbax
         yield
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
-        raise
-    except Exception as error:
-        # TensorStore appends kilobytes of its own description.
-        lines = str(error).split(" [tensorstore_spec")[0].strip().splitlines() or [type(error).__name__]
-        reason = f"{folder}: this checkpoint is damaged and cannot be read: {lines[0]}"
-        raise CheckpointUnreadable(f"{reason}\nUse another step of that run.", reason) from error
     finally:
-        logger.setLevel(level)
+        sys.unraisablehook = hook
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
 
 
 @contextlib.contextmanager
