@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from mwjax import rollouts, tree
 from mwjax.cli import app
-from mwjax.recorder import redaction
-from mwjax.rollouts.readers import Options, import_files
+from mwjax.recorder import calls, redaction
+from mwjax.rollouts.readers import Options, calls_log, import_files
 from mwjax.rollouts.readers.sessions import REDACTED
 from tests.scripted_engine import call, recording
 from tests.test_readers_sessions import OPTIONS
@@ -44,7 +44,10 @@ def test_a_redacted_id_does_not_make_two_samples_one(harness, tmp_path):
     result, found = imported(record(tmp_path, harness.exchanges, redact=["id"]), tmp_path)
     assert '"id":"[redacted]"' in (tmp_path / "calls.jsonl").read_text().replace(" ", "")
     assert (result.used, result.merged) == (2, 0) and sum(len(rollout.turns) for rollout in found) == 2
-    assert REDACTED == redaction.REDACTED
+
+
+def test_reader_and_recorder_speak_of_one_format():
+    assert (calls_log.FORMAT, REDACTED) == (calls.FORMAT, redaction.REDACTED)
 
 
 def test_what_was_redacted_is_not_rendered(harness, tmp_path):

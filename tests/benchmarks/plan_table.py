@@ -1,7 +1,7 @@
 """README's table of plans: the commands of its rows, what they say, and the table: ``python -m
 tests.benchmarks.plan_table --help``.
 
-Needs libtpu (extra "tpu"), no TPU; two to six minutes of CPU a row. What a row said is kept in --out and not computed
+Needs libtpu (extra "tpu"), no TPU; two to five minutes of CPU a row. What a row said is kept in --out and not computed
 again by a later run, so that a run may be stopped at any time.
 """
 
