@@ -13,7 +13,7 @@ import pytest
 from mwjax import cli
 from mwjax.launch import topologies
 from mwjax.launch.job import Machines
-from tests.fake_cloud import Cloud
+from tests.fake_cloud import Cloud, wait_until
 
 WHERE = ("--zone", "us-east5-a", "--poll", "0.05")
 
@@ -48,6 +48,14 @@ def background(cloud: Cloud, *words: str, options: tuple[str, ...] = ()) -> subp
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     cloud.launches.append(running)
     return running
+
+
+def abandon(cloud: Cloud) -> None:
+    """A launch of `LONG` that is killed once the job runs on both hosts, where it goes on."""
+    first = background(cloud, *shell(LONG))
+    wait_until(lambda: log(cloud, "job.0") and log(cloud, "job.1"))
+    first.kill()
+    first.communicate()
 
 
 def machines(tpu: str) -> Machines:

@@ -14,7 +14,7 @@ import pytest
 from mwjax.launch import supervise
 from tests import launching
 from tests.fake_cloud import Cloud, wait_until
-from tests.launching import LONG, WHERE, background, launch, lines_of, log, shell, status
+from tests.launching import LONG, WHERE, abandon, background, launch, lines_of, log, shell, status
 
 cloud = launching.cloud
 
@@ -379,10 +379,7 @@ def test_another_job_is_not_disturbed_and_stop_lets_it_save(
 
 @pytest.mark.slow
 def test_a_job_on_some_hosts_only_is_started_anew(cloud: Cloud) -> None:
-    first = background(cloud, *shell(LONG))
-    wait_until(lambda: log(cloud, "job.0") and log(cloud, "job.1"))
-    first.kill()
-    first.communicate()
+    abandon(cloud)
     os.killpg(int((cloud.host("job.1") / "mwjax-launch" / "pid").read_text()), signal.SIGKILL)
     second = background(cloud, *shell(LONG))
     wait_until(lambda: cloud.verbs().count("start") == 4)

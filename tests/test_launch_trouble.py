@@ -17,7 +17,7 @@ from mwjax.launch import hosts, job, supervise
 from mwjax.launch.job import Job
 from tests import launching
 from tests.fake_cloud import Cloud, wait_until
-from tests.launching import LONG, WHERE, arguments, background, launch, lines_of, log, shell, status
+from tests.launching import LONG, WHERE, abandon, arguments, background, launch, lines_of, log, shell, status
 
 cloud = launching.cloud
 PAID = "the machines are kept, and paid for, until: mwjax launch job --delete --zone us-east5-a"
@@ -167,10 +167,7 @@ def test_whoever_reads_the_logs_may_leave(cloud: Cloud) -> None:
 
 @pytest.mark.slow
 def test_another_job_is_not_deleted_with_its_machines(cloud: Cloud) -> None:
-    first = background(cloud, *shell(LONG))
-    wait_until(lambda: log(cloud, "job.0") and log(cloud, "job.1"))
-    first.kill()
-    first.communicate()
+    abandon(cloud)
     assert launch(cloud, *shell("echo other"), options=("--rm",)) == 2
     assert "delete" not in cloud.verbs()
 
@@ -200,10 +197,7 @@ def test_a_host_that_cannot_be_stopped_is_not_listened_to_for_ever(
 @pytest.mark.slow
 def test_a_running_job_is_not_installed_over(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
     """Its hosts did not answer when they were asked what runs there."""
-    first = background(cloud, *shell(LONG))
-    wait_until(lambda: log(cloud, "job.0") and log(cloud, "job.1"))
-    first.kill()
-    first.communicate()
+    abandon(cloud)
     installed = (cloud.host("job.0") / "uv.log").read_text()
     for host in ("job.0", "job.1"):
         (cloud.host(host) / "mwjax-launch" / "installed").write_text("another wheel")

@@ -113,7 +113,8 @@ def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches:
     work = flops.work(setup.layout(config).shape, config.data.rows_per_microbatch, density)
     computed = {"accumulate": flops.accumulate(step_config, trained, whole, work)}
     runs = {"accumulate": microbatches, "apply": 1}
-    scored = _scored(config) + (ratios is not None)
+    # The weights the run began with score a step's rows once for both; GSPO's ratios are of the present ones.
+    scored = (setup.scores_own_rows(config) or setup.has_reference(config)) + (ratios is not None)
     if scored:
         called["score"] = (step.score, reads)
         computed["score"] = flops.score(step_config, whole, work)
@@ -137,14 +138,6 @@ def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches:
         ),
         computed,
     )
-
-
-def _scored(config: RunConfig) -> bool:
-    """Whether the weights the run began with score the step's own rows: for the reference, for the old log-probs (also
-    for both it is once)."""
-    if not setup.compares_with_initial(config):
-        return False
-    return setup.scores_own_rows(config) or setup.loss_config(config.loss).policy_gradient.kl_coefficient != 0
 
 
 def compile_one(lowering: Lowering, name: str, devices: int) -> Program | Failure:

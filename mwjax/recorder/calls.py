@@ -51,7 +51,7 @@ from mwjax.recorder.additions import Additions, Engine, as_record, stripped_payl
 from mwjax.recorder.content_codings import decoded
 from mwjax.recorder.endpoints import Endpoint, ends_stream, error_in, usage_of
 from mwjax.recorder.json_text import loads
-from mwjax.recorder.redaction import REDACTED, SPELLS_TEXT, Pattern, hides_text, redacted
+from mwjax.recorder.redaction import SPELLS_TEXT, Pattern, hides_text, redacted
 from mwjax.recorder.sessions import (
     HIDDEN_SECRET,
     SHORTEST_SECRET,
@@ -63,8 +63,8 @@ from mwjax.recorder.sessions import (
 from mwjax.rollouts import server_events
 from mwjax.rollouts.assembly import assembled
 from mwjax.rollouts.engine_ids import choices_of, prompt_ids, sampled
+from mwjax.rollouts.http_calls import FORMAT, REDACTED
 
-FORMAT = "mwjax-call/1"
 HOLDS_IDS = ("events", "prompt_ids", "completions", "engine_info")  # what spells the text: it goes when text goes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-REDACTED = "[redacted]"
+from mwjax.rollouts.http_calls import REDACTED
 
 # Token ids and log-probs spell the text: they go when the text goes.
 SPELLS_TEXT = tuple(

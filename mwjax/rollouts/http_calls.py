@@ -1,8 +1,12 @@
-"""How a call of the three APIs is known when it goes over HTTP, and by what harnesses name its session."""
+"""How a call of the three APIs is known over HTTP, by what harnesses name its session, and what the recorder and the
+readers of its log must call alike."""
 
 from __future__ import annotations
 
 from mwjax.rollouts.engine_ids import Endpoint
+
+FORMAT = "mwjax-call/1"  # of the lines of `mwjax record`, described in mwjax/recorder/calls.py
+REDACTED = "[redacted]"  # what stands there in place of a field
 
 # In this order: the general names, then those of Codex, Claude Code, LiteLLM and Helicone.
 SESSION_HEADERS = (

@@ -264,7 +264,7 @@ def _comparison(config: RunConfig, made: _Prepared, initial: Any, step: Step) ->
     if initial is None:
         return Comparison()
     own_rows = setup.scores_own_rows(config)
-    reference = setup.loss_config(config.loss).policy_gradient.kl_coefficient != 0
+    reference = setup.has_reference(config)
     if own_rows or config.loss.old_logprobs == "recorded":
         return Comparison(initial, reference, own_rows)
     source = exact.plan(made.index, made.index.layout.shape.length, share(made.mesh))

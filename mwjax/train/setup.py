@@ -263,13 +263,18 @@ def loss_config(config: LossConfig) -> losses.LossConfig:
 
 def compares_with_initial(config: RunConfig) -> bool:
     """Whether the loss needs the weights the run began with: as a reference, or for the old log-probs."""
-    if config.loss.task == "sft":
-        return False
-    return loss_config(config.loss).policy_gradient.kl_coefficient != 0 or config.loss.old_logprobs != "recorded"
+    return has_reference(config) or (config.loss.task != "sft" and config.loss.old_logprobs != "recorded")
+
+
+def has_reference(config: RunConfig) -> bool:
+    """Whether the loss holds the policy near the weights the run began with."""
+    return config.loss.task != "sft" and loss_config(config.loss).policy_gradient.kl_coefficient != 0
 
 
 def scores_own_rows(config: RunConfig) -> bool:
     """Whether the old log-probs are taken on the step's own rows, under the weights the run began with."""
+    if config.loss.task == "sft":
+        return False
     old = config.loss.old_logprobs
     return old == "recompute_own_rows" or (old == "recompute" and method(config) in EXACT_METHODS)
 

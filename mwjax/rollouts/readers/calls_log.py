@@ -9,6 +9,7 @@ from typing import Any, cast
 from mwjax.rollouts.engine_ids import Endpoint
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described
+from mwjax.rollouts.http_calls import FORMAT
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
@@ -17,7 +18,6 @@ from mwjax.rollouts.readers.sessions import Session, at, members, name_in, refus
 
 NAME = "mwjax"
 DESCRIPTION = "calls.jsonl of mwjax record, with the engine's token ids"
-FORMAT = "mwjax-call/1"
 
 # The answer ended early, for whatever reason: what there is of it was sampled, but nobody acted on it.
 BROKEN_OFF = (

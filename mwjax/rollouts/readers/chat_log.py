@@ -12,7 +12,8 @@ from typing import Any
 
 from mwjax.rollouts.errors import Refusal
 from mwjax.rollouts.fields import described
-from mwjax.rollouts.readers import calls_log, engine_log
+from mwjax.rollouts.http_calls import FORMAT
+from mwjax.rollouts.readers import engine_log
 from mwjax.rollouts.readers.event_text import from_payloads, response_in
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
@@ -29,9 +30,7 @@ TIMES = ("started", "timestamp", "time", "created_at")
 def looks_like(head: Head) -> bool:
     if any(engine_log.has_ids(each) for each in head.records):
         return False
-    found = [
-        exchange_in(each) for each in head.records if isinstance(each, dict) and each.get("format") != calls_log.FORMAT
-    ]
+    found = [exchange_in(each) for each in head.records if isinstance(each, dict) and each.get("format") != FORMAT]
     return any(request and response and endpoint_of(request, response) is not None for request, response in found)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from mwjax.rollouts.engine_ids import Endpoint, prompt_ids, sampled
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described
-from mwjax.rollouts.readers.calls_log import FORMAT
+from mwjax.rollouts.http_calls import FORMAT
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark

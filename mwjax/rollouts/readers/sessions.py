@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import number
+from mwjax.rollouts.http_calls import REDACTED
 from mwjax.rollouts.readers.chains import Conversation, conversations, without_copies
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
@@ -23,7 +24,6 @@ from mwjax.rollouts.record import Rollout
 
 LATEST_TIME = 1e11
 TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")  # why a completion ended at its token limit
-REDACTED = "[redacted]"  # what `mwjax record` writes in place of a field
 
 
 @dataclass

@@ -14,7 +14,8 @@ import numpy as np
 
 from mwjax.rollouts.engine_ids import Endpoint, prompt_ids, sampled
 from mwjax.rollouts.errors import RecordError, Refusal
-from mwjax.rollouts.readers import calls_log, chat
+from mwjax.rollouts.http_calls import FORMAT
+from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.chat_log import TIMES, exchange_in
 from mwjax.rollouts.readers.reader import Options
 from mwjax.rollouts.readers.records import json_records
@@ -136,7 +137,7 @@ def _same(
 def _recorded(line: int, value: Any) -> _Recorded | None:
     if not isinstance(value, dict):
         return None
-    if value.get("format") == calls_log.FORMAT:
+    if value.get("format") == FORMAT:
         request, response = value.get("request"), value.get("response")
         completions = {
             each.get("index", place): each["completion_ids"]
