@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import logging
-import sys
 import time
 import traceback
 import zlib
@@ -29,6 +27,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from mwjax.model.sharding import host_device
 from mwjax.train import agreement
+from mwjax.train.quiet import quiet
 from mwjax.train.state import TrainState, checksums
 
 FOLDER = "checkpoints"
@@ -81,7 +80,7 @@ class Checkpoints:
         self._manager = _manager(self.folder, options, self._errors)
 
     def __enter__(self) -> Checkpoints:
-        self._quiet = _quiet()
+        self._quiet = quiet()
         self._quiet.__enter__()
         return self
 
@@ -296,7 +295,7 @@ def _verify(read: Mapping[str, str], saved: Mapping[str, str]) -> None:
 def _readable(folder: epath.Path) -> Iterator[None]:
     """Turns whatever reading a damaged checkpoint raises into CheckpointUnreadable. What is no damage (memory that does
     not suffice, a refused permission) stays what it is."""
-    with _quiet():
+    with quiet():
         try:
             yield
         except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
@@ -315,30 +314,6 @@ def _let_go(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     gc.collect()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what Orbax tells of an error beside raising it: a traceback for each of its threads, and kilobytes for
-    each read that it gives up."""
-    loggers = {name: logging.getLogger(name) for name in ("absl", "asyncio")}
-    levels, hook = {name: logger.level for name, logger in loggers.items()}, sys.unraisablehook
-
-    def not_of_orbax(event: Any) -> None:
-        # Its coroutines, and those they awaited, whose event loop it has closed.
-        awaited = event.object is None and str(event.exc_value) == "Event loop is closed"
-        if not awaited and "orbax" not in getattr(getattr(event.object, "cr_code", None), "co_filename", ""):
-            hook(event)
-
-    try:
-        for logger in loggers.values():
-            logger.setLevel(logging.CRITICAL)
-        sys.unraisablehook = not_of_orbax
-        yield
-    finally:
-        sys.unraisablehook = hook
-        for name, logger in loggers.items():
-            logger.setLevel(levels[name])
 
 
 @contextlib.contextmanager
