@@ -93,7 +93,7 @@ def make(source, step):
 if "workers: 0" in open(config).read():  # what is wrapped cannot be handed to worker processes
     wrap("mwjax.data.steps:StepSource.__getitem__", make)
 wrap("mwjax.data.index:Index.trees", read)
-wrap("mwjax.train.loop:_planned", lambda batches, *_: note(step=batches.step, numbers=batches.numbers.tolist()))
+wrap("mwjax.train.log:planned", lambda batches, *_: note(step=batches.step, numbers=batches.numbers.tolist()))
 if action:
     wrap(place, act)
 cli.main(["train", config])
@@ -101,7 +101,7 @@ cli.main(["train", config])
 SAVE, UPDATE = "mwjax.train.checkpoint:Checkpoints.save", "mwjax.train.loop:update"
 COMMIT = "orbax.checkpoint._src.path.atomicity:on_commit_callback"
 MAKE = "mwjax.data.steps:StepSource.__getitem__"
-PLANNED = "mwjax.train.loop:_planned"
+PLANNED = "mwjax.train.log:planned"
 RECOMPUTE = "loss.old_logprobs=recompute"
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mwjax import cli, losses, model
 from mwjax.commands import statuses
-from mwjax.train import checkpoint, load, loop, metrics_log, setup
+from mwjax.train import checkpoint, load, log, loop, metrics_log, setup
 from mwjax.train.config import RunConfig
 from tests.training_runs import VOCABULARY, compile_once, configure, recorded, write  # noqa: F401
 
@@ -199,7 +199,7 @@ def test_the_run_directory_tells_what_was_done(folder: Path, capsys: pytest.Capt
 
 def test_weights_that_are_not_finite_are_not_saved(folder: Path) -> None:
     config = configure(folder, "optimizer.learning_rate=1e30", "optimizer.clip_norm=null")
-    with pytest.raises(loop.TrainingDiverged, match=r"step 2: \w+ is nan"):
+    with pytest.raises(log.TrainingDiverged, match=r"step 2: \w+ is nan"):
         loop.run(config)
     with pytest.raises(FileNotFoundError):
         checkpoint.load(config.run_dir)

@@ -14,7 +14,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from mwjax import cli, model
-from mwjax.train import checkpoint, frozen, load, loop, setup, state, trainable
+from mwjax.train import checkpoint, frozen, load, loop, prepared, setup, state, trainable
 from mwjax.train.config import ModelSection, OptimizerConfig
 from mwjax.train.mesh import replicated
 from mwjax.train.optimizer import optimizer
@@ -256,7 +256,7 @@ def test_unused_options_do_not_keep_a_run_from_continuing(tmp_path: Path) -> Non
     def print_of(*settings: str) -> set[str]:
         write(tmp_path)
         config = configure(tmp_path, *settings)
-        made = loop._prepare(config)
+        made = prepared.prepare(config)
         return set(setup.fingerprint(config, made.index, made.shape, made.digest, 4, made.frozen_digest))
 
     plain = print_of("loss.sdcc.teacher=ema", "loss.sdcc.ema_decay=0.5")  # no effect on method packed

@@ -22,7 +22,7 @@ def _not_of_orbax(event: Any) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Neither a traceback for each of Orbax's threads that fails, nor kilobytes for each read that it gives up. Whatever
+    """Neither a traceback for each of Orbax's threads that fails, nor kilobytes for each read that it gives up. What
     else cannot be raised is told as before. May be nested; one thread at a time enters and leaves it."""
     global _before
     if sys.unraisablehook is _not_of_orbax:
