@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def test_what_would_fail_on_the_hosts_is_refused_before_they_cost_money(
 ) -> None:
     with pytest.raises((LaunchError, ConfigError), match=complaint):
         job.plan(MACHINES, words, bucket=bucket)
+
+
+def test_only_data_goes_over_slices(config: str) -> None:
+    """The network between slices is slow; `mwjax.model.sharding.make_mesh` refuses the same on the hosts."""
+    two = replace(MACHINES, slices=2)
+    with pytest.raises(LaunchError, match=r"on 8 hosts it must be all: mesh.data=2 mesh.fsdp=16 with"):
+        job.plan(two, [config], bucket="gs://b")
+    with pytest.raises(LaunchError, match=r"mesh.data \(1\) must be a multiple of the slices \(2\)"):
+        job.plan(two, [config, "mesh.fsdp=32", "data.rows_per_microbatch=32"], bucket="gs://b")
+    assert job.plan(two, [config, "mesh.data=2", "data.rows_per_microbatch=32"], bucket="gs://b").command
 
 
 def test_a_file_that_is_shipped_may_be_named(config: str) -> None:

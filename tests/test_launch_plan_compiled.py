@@ -128,3 +128,23 @@ def test_a_mixture_of_experts_with_a_balanced_load(tmp_path: Path) -> None:
     assert found["fits"] and set(found["functions"]) == {"accumulate", "apply", "routing"}
     (found,) = planned(tmp_path, "--topology", "v5e-4", *experts, "data.rollouts_per_step=4")
     assert found["fits"] and set(found["functions"]) == {"accumulate", "apply"}
+
+
+def test_two_slices(tmp_path: Path) -> None:
+    """Weights are gathered within a slice; between slices go the gradients of a micro-batch, once, and sums."""
+    two = ("--slices", "2", "--topology", "v5e-4", "mesh.data=2", "data.rows_per_microbatch=8")
+    (found,) = planned(tmp_path, *two)
+    check(found)
+    assert (found["slice"], found["slices"], found["chips"], found["hosts"]) == ("v5litepod-4", 2, 8, 2)
+    collectives = found["functions"]["accumulate"]["collectives"]
+    (between,) = [one for one in collectives if one["kind"] == "between slices"]
+    assert between["sent"] == between["bytes"]  # of an all-reduce over two: half of it there, and half of the sum back
+    layers = LAYERS * (4 * WIDTH * HEADS * HEAD + 3 * WIDTH * INNER) // 4  # a device's part
+    table = VOCABULARY * WIDTH // 4
+    # In bfloat16 as the layers compute; of the tied table, float32 twice: as embedding and as unembedding.
+    assert between["sent"] == pytest.approx(2 * layers + 2 * 4 * table, rel=0.03)
+    limits = found["functions"]["accumulate"]["limits"]
+    assert limits["network"] == pytest.approx(between["sent"] / (25e9 / 8))
+    (one,) = planned(tmp_path, "--topology", "v5e-4")
+    assert weights_moved(found) < 1.1 * weights_moved(one)
+    assert one["functions"]["accumulate"]["limits"]["network"] == 0

@@ -101,6 +101,30 @@ def test_nested_loops_and_halves_of_one_collective() -> None:
 
 
 @pytest.mark.parametrize(
+    ("transfer", "sent"),
+    [("ALL_REDUCE", 6144), ("REDUCE_SCATTER", 3072), ("ALL_TO_ALL", 3072), ("ALL_GATHER", 12288), ("ONE_TO_ONE", 4096)],
+)
+def test_what_goes_between_slices(transfer: str, sent: int) -> None:
+    """As XLA compiles it for several slices: a transfer to the host, whose runtime does the collective."""
+    program = f"""
+ENTRY %main (x: f32[1024]) -> f32[1024] {{
+  %x = f32[1024]{{0}} parameter(0)
+  %after-all = token[] after-all()
+  %send = (f32[1024]{{0}}, u32[], token[]) send(%x, %after-all), channel_id=2, is_host_transfer=true, \
+frontend_attributes={{_xla_host_transfer_rendezvous="all-reduce.2_0",_xla_megascale_transfer_type="{transfer}"}}
+  %recv = (f32[1024]{{0}}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true, \
+frontend_attributes={{_xla_host_transfer_rendezvous="all-reduce.2_0",_xla_megascale_transfer_type="{transfer}"}}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %recv-done = (f32[1024]{{0}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %result = f32[1024]{{0}} get-tuple-element(%recv-done), index=0
+}}
+"""
+    found = traffic.count(hlo.parse(program), devices=16, slices=4)
+    assert found.collectives == (traffic.Collective("between slices", 1, 4096, sent),)
+    assert (found.over_links, found.over_network) == (0, sent)
+
+
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ("tuple(%zero.copy, %arg, %three)", "tuple(%elsewhere, %arg, %three)"),  # starts where only the data knows

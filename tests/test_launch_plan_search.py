@@ -61,20 +61,24 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             {"accumulate": counted},
         )
 
-    def compile_one(_: ahead.Lowering, name: str, devices: int) -> ahead.Program | ahead.Failure:
+    def compile_one(_: ahead.Lowering, name: str, devices: int, slices: int) -> ahead.Program | ahead.Failure:
         found = state["peak"](state["now"])
         if isinstance(found, ahead.Failure):
             return found
         collectives = (traffic.Collective("all-gather", 3, 4 * GIB, 3 * GIB),)
+        if slices > 1:
+            collectives += (traffic.Collective(traffic.NETWORK, 2, GIB, GIB),)
         return ahead.Program(name, 1.0, int(found), GIB // 2, 1000, traffic.Traffic(collectives, 10 * GIB, 0))
 
     def make_mesh(*, devices: Any, **sizes: int) -> SimpleNamespace:
         if sizes["tensor"] == 8:
             raise NotImplementedError("the slice's wiring cannot be cut like that")
+        if sizes["data"] % (len(devices) // SLICE.chips):
+            raise ValueError("mesh.data must be a multiple of the slices")
         return SimpleNamespace(shape=sizes)
 
     monkeypatch.setattr(plan, "check_installed", lambda: None)
-    monkeypatch.setattr(ahead, "devices", lambda slice_: [object()] * slice_.chips)
+    monkeypatch.setattr(ahead, "devices", lambda slice_, slices: [object()] * (slices * slice_.chips))
     monkeypatch.setattr(ahead, "lower", lower)
     monkeypatch.setattr(ahead, "compile_one", compile_one)
     monkeypatch.setattr(sharding, "make_mesh", make_mesh)
@@ -227,6 +231,21 @@ def test_no_figure_is_cut_off_in_80_columns(compiler: dict[str, Any]) -> None:
     assert "note: scoring evaluation.paths is not planned" in text
 
 
+def test_several_slices(compiler: dict[str, Any]) -> None:
+    made = plan.make(configured("data.rows_per_microbatch=32", "data.rollouts_per_step=32"), SLICE, slices=4)
+    mesh = made.asked.config.mesh
+    assert (mesh.devices, mesh.data % 4, made.asked.slices) == (32, 0, 4)
+    text = shown(made, 80)
+    assert "\n4 x v5litepod-8: 8 chips (v5e:2x4) on 1 host of 8 chips\n" in text and "…" not in text
+    function = next(line for line in text.splitlines() if line.startswith("accumulate") and "network" in line)
+    # A chip has 25 Gb/s to the other slices: 1 GiB takes 0.344 s.
+    assert " ".join(function.split()) == "accumulate 1 0.000174 0.0131 0.0161 0.344 network 10.00 GiB"
+    assert "between slices" in text
+    (values,) = plan_report.to_json([made])
+    assert (values["slices"], values["chips"], values["hosts"]) == (4, 32, 4)
+    assert values["functions"]["accumulate"]["limits"]["network"] == pytest.approx(8 * GIB / 25e9)
+
+
 def test_tables_and_values(compiler: dict[str, Any]) -> None:
     compiler["peak"] = lambda config: (20 if config.mesh.data == 8 else 5) * GIB
     made = plan.make(configured("mesh.data=8", "data.rows_per_microbatch=8"), SLICE)
@@ -252,7 +271,7 @@ def test_tables_and_values(compiler: dict[str, Any]) -> None:
 def test_what_was_planned_is_printed_though_a_later_slice_is_refused(
     compiler: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def devices(slice_: topologies.Slice) -> list[object]:
+    def devices(slice_: topologies.Slice, slices: int) -> list[object]:
         if slice_.chips == 4:
             raise RuntimeError("libtpu is in use")
         return [object()] * slice_.chips

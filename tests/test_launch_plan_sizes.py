@@ -224,7 +224,9 @@ def test_the_fullest_moment() -> None:
 def test_roofline() -> None:
     chip = topologies.V5E
     found = roofline.limits(chip, 4, flops=4 * chip.flops, hbm_bytes=2 * chip.hbm_bandwidth, sent=chip.ici_bandwidth)
-    assert found == pytest.approx((1.0, 2.0, 2.0)) and found.seconds == 2.0 and found.by == "memory"
+    assert found == pytest.approx((1.0, 2.0, 2.0, 0.0)) and found.seconds == 2.0 and found.by == "memory"
+    slowest = roofline.limits(chip, 4, chip.flops, 0, 0, to_slices=3 * chip.dcn_bandwidth)
+    assert slowest.seconds == pytest.approx(3.0) and slowest.by == "network"
     whole = roofline.limits(topologies.TPU7X, 2, topologies.TPU7X.flops, 0, 0)  # a chip is two devices
     assert whole.compute == pytest.approx(1.0)
     assert roofline.estimate(chip, 4, 2.0, 1000, 4 * chip.flops) == (2.0, 500.0, pytest.approx(0.5))

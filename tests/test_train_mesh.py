@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mwjax.model import sharding
 from mwjax.train import mesh
 from mwjax.train.config import MeshConfig
 from mwjax.train.mesh import Share, share_of
@@ -23,6 +25,16 @@ def test_parts_are_numbered_by_where_they_begin() -> None:
         share_of({0: {0, 1}, 1: {1, 2}}, 0)
     with pytest.raises(ValueError, match="overlap"):
         share_of({0: {0, 1}, 1: {2}}, 0)
+
+
+def test_only_data_goes_over_slices() -> None:
+    devices = [SimpleNamespace(platform="tpu", slice_index=number // 4) for number in range(8)]
+    for sizes in ({"fsdp": 8}, {"data": 1, "fsdp": 4, "tensor": 2}, {"data": 1, "context": 8}):
+        with pytest.raises(ValueError, match=r"mesh.data \(1\) must be a multiple of the slices \(2\)"):
+            sharding.make_mesh(**sizes, devices=devices)
+    assert sharding.slice_count(devices) == 2 and sharding.slice_count(devices[4:]) == 1
+    # Other kinds of devices count something else by that name.
+    assert sharding.slice_count([SimpleNamespace(platform="gpu", slice_index=number) for number in range(8)]) == 1
 
 
 def test_every_row_lands_once_whatever_the_order_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ Examples:
   mwjax plan configs/grpo.yaml --topology v5p-32 model.path=Qwen/Qwen3-4B
                                                 does it fit, and how fast could it be?
   mwjax plan configs/grpo.yaml --topology v5litepod-16,v6e-16,v5p-32 model.path=Qwen/Qwen3-4B
-                                                several slices, one after the other
+                                                three kinds of slices, one after the other
+  mwjax plan configs/grpo.yaml --topology v5p-32 --slices 2 model.path=Qwen/Qwen3-4B
+                                                two of them, joined by the data centre's network
   mwjax plan configs/sdcc.yaml --topology v5p-64 --mesh auto data.row_length=32768 data.rows_per_microbatch=32
                                                 the mesh chosen here, whatever the file says
   mwjax plan configs/grpo.yaml --topology v5p-32 --json > plan.json
@@ -35,6 +37,7 @@ def plan(
         str, typer.Option(metavar="SLICE,...", help="As rented: v5p-N counts cores, v5litepod-N and v6e-N chips.")
     ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Options to change.")] = None,
+    slices: Annotated[int, typer.Option(min=1, help="How many such slices; mesh.data goes over them.")] = 1,
     mesh: Annotated[
         Literal["config", "auto"],
         typer.Option(help="auto chooses the mesh; config takes the file's, where that uses the whole slice."),
@@ -58,7 +61,8 @@ def plan(
     asked = plan_request.Request(
         config=config,
         overrides=tuple(overrides or ()),
-        slices=topology,
+        topology=topology,
+        slices=slices,
         auto=mesh == "auto",
         density=density,
         microbatches=microbatches,

@@ -66,11 +66,13 @@ class Lowering:
     computed: Mapping[str, flops.Flops]
 
 
-def devices(slice_: Slice) -> list[Any]:
-    """The devices of a slice, for the compiler only. Raises RuntimeError where libtpu is missing or refuses."""
+def devices(slice_: Slice, slices: int = 1) -> list[Any]:
+    """The devices of so many slices, for the compiler only. Raises RuntimeError where libtpu is missing or refuses."""
     from jax.experimental.topologies import get_topology_desc
 
-    described = get_topology_desc(slice_.topology, platform="tpu", chips_per_host_bounds=slice_.host_bounds)
+    described = get_topology_desc(
+        slice_.topology, platform="tpu", chips_per_host_bounds=slice_.host_bounds, num_slices=slices
+    )
     return list(described.devices)
 
 
@@ -140,9 +142,9 @@ def lower(config: RunConfig, shape: model.ModelConfig, mesh: Mesh, microbatches:
     )
 
 
-def compile_one(lowering: Lowering, name: str, devices: int) -> Program | Failure:
-    """Compile a function for the ``devices`` devices of its mesh. A refusal of the compiler is a result, not an error.
-    Takes up to minutes."""
+def compile_one(lowering: Lowering, name: str, devices: int, slices: int = 1) -> Program | Failure:
+    """Compile a function for the ``devices`` devices of its mesh, which are spread over so many slices. A refusal of
+    the compiler is a result, not an error. Takes up to minutes."""
     begun = time.perf_counter()
     try:
         compiled = lowering.functions[name]()
@@ -155,7 +157,7 @@ def compile_one(lowering: Lowering, name: str, devices: int) -> Program | Failur
         stats.peak_memory_in_bytes,
         lowering.arguments[name],
         stats.generated_code_size_in_bytes,
-        traffic.count(hlo.parse(compiled.as_text()), devices),
+        traffic.count(hlo.parse(compiled.as_text()), devices, slices),
     )
 
 

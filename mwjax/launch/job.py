@@ -185,13 +185,20 @@ def _train(
 
 
 def _check_mesh(machines: Machines, mesh: MeshConfig) -> None:
-    """Several processes must use all their devices; see `mwjax.train.mesh.make_mesh`."""
+    """Several processes must use all their devices, see `mwjax.train.mesh.make_mesh`; and only ``data`` goes over
+    slices, see `mwjax.model.sharding.make_mesh`."""
     hosts = len(machines.hosts)
-    used, devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context, hosts * machines.slice.devices_per_host
+    used, devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context, machines.slices * machines.slice.devices
     if hosts > 1 and used != devices:
+        several = f"mesh.data={machines.slices} " if machines.slices > 1 else ""
         raise LaunchError(
-            f"mesh: {used} of {devices} devices used; on {hosts} hosts it must be all: mesh.fsdp={devices} with "
-            f"data.rows_per_microbatch={devices}, for instance; mwjax plan says what fits"
+            f"mesh: {used} of {devices} devices used; on {hosts} hosts it must be all: {several}mesh.fsdp="
+            f"{machines.slice.devices} with data.rows_per_microbatch={devices}, for instance; mwjax plan says what fits"
+        )
+    if mesh.data % machines.slices:
+        raise LaunchError(
+            f"mesh.data ({mesh.data}) must be a multiple of the slices ({machines.slices}): only it goes from one to "
+            f"another; mesh.data={machines.slices} mesh.fsdp={machines.slice.devices}, for instance"
         )
 
 

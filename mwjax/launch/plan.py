@@ -24,13 +24,14 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on a slice. config: as `compiled` but for what is auto; chosen: what was chosen in place of what
-    the configuration says, as KEY=VALUE; rows_a_step: full ones, the rest of the micro-batches is padding; programs:
-    the functions that were compiled; runs: of each in a step; failure: the one that was not compiled; peak: the fullest
-    moment of a step on one device, None where nothing was compiled; flops, limits: of one run of each function;
-    estimate: of a step, None where not all was compiled. seconds: compiling took."""
+    """A configuration on so many slices. config: as `compiled` but for what is auto; chosen: what was chosen in place
+    of what the configuration says, as KEY=VALUE; rows_a_step: full ones, the rest of the micro-batches is padding;
+    programs: the functions that were compiled; runs: of each in a step; failure: the one that was not compiled; peak:
+    the fullest moment of a step on one device, None where nothing was compiled; flops, limits: of one run of each
+    function; estimate: of a step, None where not all was compiled. seconds: compiling took."""
 
     slice: Slice
+    slices: int
     config: RunConfig
     shape: model.ModelConfig
     microbatches: int
@@ -95,13 +96,14 @@ def make(
     config: RunConfig,
     slice_: Slice,
     *,
+    slices: int = 1,
     auto: bool = False,
     density: float = 1.0,
     microbatches: int | None = None,
     tries: int = 6,
     say: Say = lambda what, done, most: None,
 ) -> Planned:
-    """Plan ``config`` on a slice: compile its step, and where that does not fit, up to ``tries`` other ways.
+    """Plan ``config`` on so many slices: compile its step, and where that does not fit, up to ``tries`` other ways.
 
     auto: choose the mesh, also where the configuration has one. density: visible pairs of a row as a share of a causal
     one's. microbatches: of a step, full ones; None: its rollouts fill a row each. say: is told what goes on.
@@ -110,10 +112,11 @@ def make(
     """
     check_installed()
     shape = setup.decoder_shape(config.model, presets.DECODERS)
+    name = slice_.name if slices == 1 else f"{slices} x {slice_.name}"
     try:
-        devices = ahead.devices(slice_)
+        devices = ahead.devices(slice_, slices)
     except RuntimeError as error:
-        raise PlanError(f"{slice_.name}: XLA's TPU compiler does not take {slice_.topology}: {error}") from error
+        raise PlanError(f"{name}: XLA's TPU compiler does not take {slice_.topology}: {error}") from error
     rows_a_step = config.data.rollouts_per_step
     if microbatches is not None:
         rows_a_step = microbatches * config.data.rows_per_microbatch
@@ -123,7 +126,7 @@ def make(
     def ways() -> list[search.Candidate]:
         nonlocal listed
         if listed is None:
-            say(f"{slice_.name}: listing meshes", len(compiled), 1 + tries)
+            say(f"{name}: listing meshes", len(compiled), 1 + tries)
             listed = search.candidates(config, shape, slice_, devices, rows_a_step)
         return listed
 
@@ -134,10 +137,11 @@ def make(
                 config,
                 shape,
                 slice_,
+                slices,
                 devices,
                 rows_a_step,
                 density,
-                lambda what: say(f"{slice_.name}: {what}", len(compiled), 1 + tries),
+                lambda what: say(f"{name}: {what}", len(compiled), 1 + tries),
             )
         )
         return compiled[-1]
@@ -146,7 +150,7 @@ def make(
     if auto or config.mesh.devices != len(devices):
         possible = [one for one in ways() if one.config.data.row_length == config.data.row_length]
         if not possible:
-            raise PlanError(f"{slice_.name}: no mesh over its {len(devices)} devices divides the decoder and its rows")
+            raise PlanError(f"{name}: no mesh over its {len(devices)} devices divides the decoder and its rows")
         likely = search.hopeful(possible, slice_)
         first = (likely[0] if likely else min(possible, key=lambda one: one.bytes)).config
     asked = assess(first)
@@ -186,6 +190,7 @@ def _assess(
     asked: RunConfig,
     shape: model.ModelConfig,
     slice_: Slice,
+    slices: int,
     devices: Sequence[Any],
     rows_a_step: int,
     density: float,
@@ -204,7 +209,7 @@ def _assess(
     for name in lowering.functions if lowering is not None else ():
         say(f"compiling {name} ({describe(config)})")
         assert lowering is not None
-        made = ahead.compile_one(lowering, name, len(devices))
+        made = ahead.compile_one(lowering, name, len(devices), slices)
         if isinstance(made, ahead.Failure):
             failure = made
             break
@@ -220,6 +225,7 @@ def _assess(
     complete = lowering is not None and len(programs) == len(lowering.functions)
     return Plan(
         slice=slice_,
+        slices=slices,
         config=config,
         shape=shape,
         microbatches=microbatches,
@@ -248,7 +254,8 @@ def _limits(
             devices,
             computed.get(program.name, 0.0),
             program.traffic.hbm_bytes,
-            sum(one.sent for one in program.traffic.collectives),
+            program.traffic.over_links,
+            program.traffic.over_network,
         )
         for program in programs
     }

@@ -49,13 +49,14 @@ def show(planned: plan.Planned, console: Console) -> None:
 
 def _show_plan(made: plan.Plan, console: Console) -> None:
     config, slice_ = made.compiled, made.slice
-    _say(console, f"\n{slice_.describe()}", "bold")
+    several = "" if made.slices == 1 else f"{made.slices} x "
+    _say(console, f"\n{several}{slice_.describe()}", "bold")
     name = config.model.path or "small random model"
-    several = "" if made.microbatches == 1 else "es"
+    plural = "" if made.microbatches == 1 else "es"
     _say(
         console,
         f"  {name}, {setup.method(config)}, {config.loss.task}; {plan.describe(config)}; "
-        f"{made.rows_a_step} rows a step in {made.microbatches} micro-batch{several}; "
+        f"{made.rows_a_step} rows a step in {made.microbatches} micro-batch{plural}; "
         f"attention {config.model.attention}, {config.model.dtype}",
     )
     if made.chosen:
@@ -108,17 +109,18 @@ def _memory_table(made: plan.Plan) -> Table:
 
 def _programs_table(made: plan.Plan) -> Table:
     title = "\nOne run of each function, on one device (times: estimates)"
-    headings = ("a step", "compute s", "memory s", "links s", "limit", "memory", "links")
-    table = _table(title, "function", *headings)
+    limited, moved = ["compute s", "memory s", "links s", "network s"], ["memory", "links"]
+    # No network within one slice; of several, the next table has the bytes of both.
+    (limited if made.slices == 1 else moved).pop()
+    table = _table(title, "function", "a step", *limited, "limit", *moved)
     for program in made.programs:
         limits = made.limits[program.name]
         table.add_row(
             program.name,
             str(made.runs[program.name]),
-            *(f"{value:.3g}" for value in limits),
+            *(f"{value:.3g}" for value in limits[: len(limited)]),
             limits.by,
-            _size(program.traffic.hbm_bytes),
-            _size(sum(one.sent for one in program.traffic.collectives)),
+            *map(_size, (program.traffic.hbm_bytes, program.traffic.over_links)[: len(moved)]),
         )
     return table
 
@@ -182,8 +184,9 @@ def _values(made: plan.Plan) -> dict[str, Any]:
     estimate = made.estimate
     return {
         "slice": slice_.name,
-        "chips": slice_.chips,
-        "hosts": slice_.hosts,
+        "slices": made.slices,
+        "chips": made.slices * slice_.chips,
+        "hosts": made.slices * slice_.hosts,
         "topology": slice_.topology,
         "mesh": config.mesh.model_dump(),
         "model": config.model.path,

@@ -34,11 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request:
-    """The command line. slices: names, separated by commas; auto: choose the mesh; the others as `plan.make`."""
+    """The command line. topology: names, separated by commas; slices: how many of each; auto: choose the mesh; the
+    others as `plan.make`."""
 
     config: str | None
     overrides: tuple[str, ...]
-    slices: str
+    topology: str
+    slices: int
     auto: bool
     density: float
     microbatches: int | None
@@ -51,7 +53,7 @@ def carry_out(asked: Request) -> int:
 
     Raises ValueError for what the user can put right.
     """
-    slices = [topologies.find(name) for name in asked.slices.split(",")]
+    kinds = [topologies.find(name) for name in asked.topology.split(",")]
     config = load.load(asked.config, asked.overrides)
     os.environ.update(ENVIRONMENT)  # before jax is imported
 
@@ -72,7 +74,7 @@ def carry_out(asked: Request) -> int:
     made: list[plan.Planned] = []
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            for slice_ in slices:
+            for slice_ in kinds:
                 task = bar.add_task(slice_.name, total=None)
 
                 def say(what: str, done: int, most: int, task: int = task) -> None:
@@ -84,6 +86,7 @@ def carry_out(asked: Request) -> int:
                     plan.make,
                     config,
                     slice_,
+                    slices=asked.slices,
                     auto=asked.auto,
                     density=asked.density,
                     microbatches=asked.microbatches,

@@ -1,6 +1,6 @@
-"""How fast a step could be at best: each compiled function is as slow as the slowest of its three limits.
+"""How fast a step could be at best: each compiled function is as slow as the slowest of its limits.
 
-An estimate, and an optimistic one: it takes the chip's published peaks as reached and the three as wholly overlapped.
+An estimate, and an optimistic one: it takes the chip's published peaks as reached and all of them as wholly overlapped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ class Limits(NamedTuple):
     compute: float
     memory: float
     links: float
+    network: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -37,14 +38,17 @@ class Estimate(NamedTuple):
     mfu: float
 
 
-def limits(generation: Generation, devices: int, flops: float, hbm_bytes: float, sent: float) -> Limits:
-    """Of a function on ``devices`` devices. flops: over all devices; hbm_bytes, sent: of one. Half of the published
-    bandwidth of the links is for sending."""
+def limits(
+    generation: Generation, devices: int, flops: float, hbm_bytes: float, sent: float, to_slices: float = 0.0
+) -> Limits:
+    """Of a function on ``devices`` devices. flops: over all devices; hbm_bytes, sent (within a slice), to_slices (sent
+    to others): of one. Half of the published bandwidth of the links is for sending."""
     share = generation.devices_per_chip
     return Limits(
         flops / devices / (generation.flops / share),
         hbm_bytes / (generation.hbm_bandwidth / share),
         sent / (generation.ici_bandwidth / 2 / share),
+        to_slices / (generation.dcn_bandwidth / share),
     )
 
 

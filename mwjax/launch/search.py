@@ -156,10 +156,15 @@ def _guess(config: RunConfig, shape: model.ModelConfig, slice_: Slice, rows_a_st
     work = flops.work(layout.shape, layout.rows_per_microbatch, 1.0)
     computed = flops.accumulate(setup.step_config(config, shape), trained, whole, work).total
     limits = roofline.limits(
-        slice_.generation, mesh.devices, computed, _moved(config, shape, shares), _sent(config, shape, shares)
+        slice_.generation,
+        mesh.devices,
+        computed,
+        _moved(config, shape, shares),
+        _sent(config, shape, shares),
+        2 * 4 * shares.trained * (1 - slice_.devices / mesh.devices),  # gradients, summed over the slices
     )
     # Transfers are never wholly hidden behind the work.
-    seconds = limits.seconds + 0.3 * min(limits.compute, limits.links)
+    seconds = limits.seconds + 0.3 * min(limits.compute, limits.links + limits.network)
     microbatches = -(-rows_a_step // layout.rows_per_microbatch)
     return microbatches * seconds / layout.shape.length, _bytes(config, shape, shares)
 

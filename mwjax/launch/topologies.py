@@ -7,6 +7,7 @@ machine: what runs one process. Sources, per chip (read 2026-11):
 - v5p https://docs.cloud.google.com/tpu/docs/v5p (which lists "most, but not all" shapes) and, beside it, v6e and TPU7x:
   https://docs.cloud.google.com/tpu/docs/tpu7x (whose table gives memory in GiB)
 - v6e https://docs.cloud.google.com/tpu/docs/v6e (shapes and virtual machines)
+- network between slices: v5p, v6e and TPU7x from the same table, v5e from its page (6.4 Tb/s for a pod of 256 chips)
 - runtime versions https://docs.cloud.google.com/tpu/docs/runtimes
 
 A v5p or TPU7x slice of more than 64 chips is made of whole cubes of 4 x 4 x 4, up to 96 of them. A name says only how
@@ -30,6 +31,7 @@ class Generation:
     chip. devices_per_chip: how many jax devices a chip is. runtime_version: the image of the virtual machines; None
     where queued resources do not offer it (GKE only). hbm_bytes: memory, bytes. flops: peak bfloat16 FLOP/s.
     hbm_bandwidth, ici_bandwidth: bytes/s of the memory, and of the links to other chips, both directions together.
+    dcn_bandwidth: bytes/s to other slices over the data centre's network, each way.
     """
 
     name: str
@@ -41,12 +43,13 @@ class Generation:
     flops: float
     hbm_bandwidth: float
     ici_bandwidth: float
+    dcn_bandwidth: float
 
 
-V5E = Generation("v5e", "v5litepod", 1, 1, "v2-alpha-tpuv5-lite", 16 * GIB, 197e12, 819e9, 400e9)
-V5P = Generation("v5p", "v5p", 2, 1, "v2-alpha-tpuv5", 95 * GIB, 459e12, 2765e9, 1200e9)
-V6E = Generation("v6e", "v6e", 1, 1, "v2-alpha-tpuv6e", 32 * GIB, 918e12, 1638e9, 800e9)
-TPU7X = Generation("tpu7x", "tpu7x", 2, 2, None, 192 * GIB, 2307e12, 7380e9, 1200e9)
+V5E = Generation("v5e", "v5litepod", 1, 1, "v2-alpha-tpuv5-lite", 16 * GIB, 197e12, 819e9, 400e9, 25e9 / 8)
+V5P = Generation("v5p", "v5p", 2, 1, "v2-alpha-tpuv5", 95 * GIB, 459e12, 2765e9, 1200e9, 50e9 / 8)
+V6E = Generation("v6e", "v6e", 1, 1, "v2-alpha-tpuv6e", 32 * GIB, 918e12, 1638e9, 800e9, 100e9 / 8)
+TPU7X = Generation("tpu7x", "tpu7x", 2, 2, None, 192 * GIB, 2307e12, 7380e9, 1200e9, 100e9 / 8)
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _LESS_THAN_A_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
@@ -102,6 +105,11 @@ class Slice:
     def devices_per_host(self) -> int:
         """What ``jax.local_device_count()`` gives on a host."""
         return self.chips_per_host * self.generation.devices_per_chip
+
+    @property
+    def devices(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.devices_per_host
 
     @property
     def host_bounds(self) -> tuple[int, int, int]:

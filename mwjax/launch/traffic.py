@@ -1,4 +1,5 @@
-"""What one run of a compiled program moves, per chip: collectives over the links, and bytes to and from main memory."""
+"""What one run of a compiled program moves, per chip: collectives, over the links of a slice and over the network
+between slices, and bytes to and from main memory."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import NamedTuple
 from mwjax.launch import hlo
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+# Over the network: a transfer that the runtime of several slices (Megascale) takes from a chip to the other slices.
+NETWORK = "between slices"
 # They move nothing: names for what is there, and the halves of a transfer that is counted at its other half.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"),
@@ -20,8 +23,8 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 
 class Collective(NamedTuple):
-    """Collectives of one kind in one run of a program. number: how many; bytes: what they yield, per chip; sent: what a
-    chip has to send for them, by the cheapest algorithm (a ring)."""
+    """Collectives of one kind in one run of a program. number: how many; bytes: what they yield, per chip (what is
+    handed over, between slices); sent: what a chip has to send for them, by the cheapest algorithm (a ring)."""
 
     kind: str
     number: int
@@ -37,10 +40,20 @@ class Traffic(NamedTuple):
     hbm_bytes: int
     unknown_loops: int
 
+    @property
+    def over_links(self) -> int:
+        """Bytes a chip has to send within its slice."""
+        return sum(one.sent for one in self.collectives if one.kind != NETWORK)
 
-def count(module: hlo.Module, devices: int) -> Traffic:
-    """Traffic of one device in one run of a program for ``devices`` devices."""
-    totals = dict.fromkeys(KINDS, (0, 0, 0))
+    @property
+    def over_network(self) -> int:
+        """Bytes a chip has to send to other slices."""
+        return sum(one.sent for one in self.collectives if one.kind == NETWORK)
+
+
+def count(module: hlo.Module, devices: int, slices: int = 1) -> Traffic:
+    """Traffic of one device in one run of a program for ``devices`` devices, spread over so many slices."""
+    totals = dict.fromkeys((*KINDS, NETWORK), (0, 0, 0))
     moved, unknown, halves = 0, 0, set()
     for done in hlo.executed(module):
         instruction = done.instruction
@@ -53,7 +66,7 @@ def count(module: hlo.Module, devices: int) -> Traffic:
             if key in halves:
                 continue
             halves.add(key)
-            size, sent = _cost(kind, done, devices)
+            size, sent = _between(instruction, slices) if kind == NETWORK else _cost(kind, done, devices)
             before = totals[kind]
             totals[kind] = (before[0] + done.times, before[1] + done.times * size, before[2] + done.times * sent)
             moved += done.times * (instruction.hbm_bytes + _operand_bytes(done))
@@ -65,6 +78,8 @@ def count(module: hlo.Module, devices: int) -> Traffic:
 
 def _kind(done: hlo.Executed) -> str | None:
     """The kind of collective an instruction is; None for others, and for the end of one."""
+    if done.instruction.opcode == "send" and "_xla_megascale_transfer_type" in done.instruction.attributes:
+        return NETWORK
     kind = done.instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -89,6 +104,15 @@ def _cost(kind: str, done: hlo.Executed, devices: int) -> tuple[int, int]:
         return size, size
     share = {"all-gather": 1, "all-to-all": 1, "all-reduce": 2, "reduce-scatter": group}[kind] * (group - 1) / group
     return size, round(size * share)
+
+
+def _between(instruction: hlo.Instruction, slices: int) -> tuple[int, int]:
+    """(bytes that a device hands over for the other slices, bytes that are sent for them)."""
+    size = instruction.arrays[0].bytes
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    others = (slices - 1) / slices
+    shares = {"ALL_REDUCE": 2 * others, "REDUCE_SCATTER": others, "ALL_TO_ALL": others, "ALL_GATHER": slices - 1}
+    return size, round(size * shares.get(found[1] if found else "", 1))
 
 
 def group_size(instruction: hlo.Instruction, devices: int) -> int:

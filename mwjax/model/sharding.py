@@ -45,16 +45,33 @@ TABLE = PartitionSpec(TENSOR, FSDP)  # embedding and unembedding [V, D]
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, *, devices: Sequence[Any]) -> Mesh:
     """A mesh with all four axes over the first ``data * fsdp * tensor * context`` of ``devices``.
 
-    Raises ValueError where there are fewer.
+    Where these are TPUs of several slices, ``data`` goes over the slices, the other axes stay within one: the network
+    between slices is far slower than the links within. Raises ValueError where ``data`` does not allow that, or where
+    there are fewer devices.
     """
     shape = (data, fsdp, tensor, context)
     wanted = data * fsdp * tensor * context
     if wanted > len(devices):
         sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape))
         raise ValueError(f"mesh {sizes}: {wanted} devices wanted, {len(devices)} {devices[0].platform} found")
+    slices = slice_count(devices[:wanted])
+    if data % slices:
+        raise ValueError(
+            f"mesh.data ({data}) must be a multiple of the slices ({slices}): only it goes from one to another"
+        )
     # Axes may be cut out of a physical one: not every shape is a product of those of a slice.
-    placed = mesh_utils.create_device_mesh(shape, devices=devices[:wanted], allow_split_physical_axes=True)
+    options: dict[str, Any] = {"devices": devices[:wanted], "allow_split_physical_axes": True}
+    if slices == 1:
+        placed = mesh_utils.create_device_mesh(shape, **options)
+    else:
+        within = (data // slices, fsdp, tensor, context)
+        placed = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1, 1), **options)
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def slice_count(devices: Sequence[Any]) -> int:
+    """Over how many TPU slices the devices are spread; 1 for devices of other kinds."""
+    return len({getattr(device, "slice_index", 0) for device in devices}) if devices[0].platform == "tpu" else 1
 
 
 def host_device() -> jax.Device | None:
