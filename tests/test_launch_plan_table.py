@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PLAN = {
     "model": "Qwen/Qwen3-8B",
     "slice": "v5p-64",
+    "slices": 1,
     "method": "sdcc",
     "mesh": {"data": 1, "fsdp": 32, "tensor": 1, "context": 1},
     "fits": True,
@@ -33,7 +34,8 @@ def test_every_row_uses_its_whole_slice_and_is_in_the_readme(row: str) -> None:
     assert option == "--topology"
     config = load.load(str(ROOT / config_file), [override for override in rest if "=" in override])
     found = topologies.find(slice_)
-    assert config.mesh.devices == found.chips * found.generation.devices_per_chip
+    slices = int(rest[1]) if rest[0] == "--slices" else 1
+    assert config.mesh.devices == slices * found.devices and config.mesh.data % slices == 0
     assert config.data.rows_per_microbatch % (config.mesh.data * config.mesh.fsdp) == 0
     assert config.model.path in presets.DECODERS
     assert f"mwjax plan {row}\n" in (ROOT / "README.md").read_text()
@@ -57,6 +59,7 @@ def test_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ["Qwen3-8B, v5p-64", "sft, sdcc", "fsdp 32", "32 x 4k, teacher 16k"]
     cells = plan_table.cells(plan_table.ROWS[7], PLAN)
     assert cells == [*first, "7.2 of 95.74", "1.23", "103k", "89 %"]
+    assert plan_table.cells(plan_table.ROWS[7], {**PLAN, "slices": 2})[0] == "Qwen3-8B, 2 x v5p-64"
     assert plan_table.cells(plan_table.ROWS[7], {**PLAN, "fits": False}) == [*first, "does not fit", "", "", ""]
 
 

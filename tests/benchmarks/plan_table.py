@@ -35,6 +35,10 @@ ROWS = [
             *("sft", "v5litepod-16", "Qwen3-4B"),
             *("data.method=logittree", "data.row_length=8192", "data.rows_per_microbatch=16", "mesh.fsdp=16"),
         ),
+        (
+            *("grpo", "v5litepod-16 --slices 2", "Qwen3-4B"),
+            *("data.rows_per_microbatch=32", "mesh.data=2", "mesh.fsdp=16"),
+        ),
     ]
 ]
 HEAD = """\
@@ -66,7 +70,8 @@ def cells(arguments: str, plan: dict[str, Any]) -> list[str]:
     if plan["method"] == "sdcc" and config.data.teacher_row_length:
         rows += f", teacher {config.data.teacher_row_length // 1024}k"
     name = plan["model"].removeprefix("Qwen/")
-    first = [f"{name}, {plan['slice']}", f"{config.loss.task}, {plan['method']}", mesh, rows]
+    several = f"{plan['slices']} x " if plan["slices"] > 1 else ""
+    first = [f"{name}, {several}{plan['slice']}", f"{config.loss.task}, {plan['method']}", mesh, rows]
     if not plan["fits"]:
         return [*first, "does not fit", "", "", ""]
     gib, estimate = 2**30, plan["estimate"]
