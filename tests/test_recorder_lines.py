@@ -149,6 +149,7 @@ def test_what_the_line_repeats_of_an_answer_is_redacted_too():
     assert value["usage"] == value["response"]["usage"] == "[redacted]" and value["prompt_ids"] == [2]
     value = as_object(exchange(answer), [pattern("completion_ids")])
     assert value["completions"] == [{"index": 0, "completion_ids": "[redacted]"}]
+    assert value["redacted"] == ["completions.0.completion_ids"]
 
 
 @pytest.mark.parametrize(

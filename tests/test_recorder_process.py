@@ -198,6 +198,17 @@ def test_mistakes_are_told_in_words(engine, tmp_path, capfd, monkeypatch):
     assert status == 2 and "metadata.user_id" in said
 
 
+def test_a_field_to_redact_that_no_call_had_is_said_at_the_end(engine, tmp_path):
+    fields = ("messages.*.content", "metdata.note", "prompt_ids")
+    options = [word for field in fields for word in ("--redact", field)]
+    with program(engine.url, tmp_path, *options) as (base, process):
+        assert call(base, PATH, CHAT).status == 200
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    told = [line for line in said.splitlines() if "--redact" in line]
+    assert len(told) == 1 and "--redact metdata.note: no call had such a field" in told[0]
+
+
 def test_the_openai_client_sees_no_difference(engine, tmp_path):
     with recording(engine.url, tmp_path) as recorder:
         seen = []

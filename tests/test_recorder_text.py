@@ -120,6 +120,9 @@ def test_redaction_names_fields_by_path_and_by_name():
     assert paths("messages[1].**.te*") == {"messages.1.content.0.text"}
     assert paths("messages.**") == {"messages.0", "messages.1"} and paths("**") == set(value)
     assert paths("user.x", "nothing") == set()
+    for field in ("user", "metadata.user", "messages[1].**.te*", "messages.**", "**", "user.x", "nothing"):
+        matched = any(redaction.names(redaction.pattern(field), path) for path in paths("user", field))
+        assert matched == bool(paths(field)), field
     hidden, _ = redaction.redacted(value, [redaction.pattern("messages.*.content")])
     assert hidden["messages"] == [{"name": "n", "content": "[redacted]"}, {"content": "[redacted]"}]
     assert value["messages"][0]["content"] == "c"

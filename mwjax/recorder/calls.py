@@ -166,18 +166,18 @@ def as_object(exchange: Exchange, patterns: Sequence[Pattern] = (), *, opaque: b
             for name, body in (("request", exchange.request), ("response", exchange.response))
             if body.truncated
         },
-        "redacted": sorted(hits),
     }
     said = without_secrets({name: part for name, part in value.items() if name not in HOLDS_IDS}, secrets)
     spelled = any(said.get(name) != value.get(name) for name in ("request", "response"))
     value.update(said)
+    # These are copies of what a pattern may name, or have no other home.
+    own = ("prompt_ids", "completions", "engine_info", "usage")
+    shown, found = redacted({name: value[name] for name in own if value.get(name)}, patterns)
+    value.update(shown, redacted=without_secrets(sorted(hits | found), secrets))
     if hides_text(hits) or spelled:
         for name in HOLDS_IDS:
             value.pop(name, None)
         value = {**value, **redacted({"response": value.get("response")}, SPELLS_TEXT)[0], "ids_withheld": True}
-    # These are copies of what a pattern may name, or have no other home.
-    own = ("prompt_ids", "completions", "engine_info", "usage")
-    value.update(redacted({name: value[name] for name in own if value.get(name)}, patterns)[0])
     return {key: entry for key, entry in value.items() if entry is not None and entry != {} and entry != []}
 
 

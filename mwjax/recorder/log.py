@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mwjax.recorder.calls import Exchange, as_object
-from mwjax.recorder.redaction import Pattern
+from mwjax.recorder.redaction import Pattern, names
 from mwjax.recorder.stderr import tell
 from mwjax.rollouts.errors import RolloutFileError, file_error
 from mwjax.rollouts.journal import Journal
@@ -30,7 +30,7 @@ class CallLog:
     """One line per call in ``FOLDER/calls.jsonl``; an existing file is continued. When the future that ``write``
     returns is done, the line is in the file, whatever becomes of this process, and within SYNC_SECONDS on its way to
     the disk; or else ``lost`` counts it and a message on stderr says why. ``failed`` counts the written calls that
-    have an error."""
+    have an error. ``unmatched``: the patterns that named no field of any call so far."""
 
     def __init__(self, folder: str, patterns: Sequence[Pattern] = ()) -> None:
         """Raises RolloutFileError if the file cannot be opened or another recorder holds it."""
@@ -45,6 +45,7 @@ class CallLog:
         self.failed = 0
         self.lost = 0
         self._patterns = tuple(patterns)
+        self.unmatched = set(patterns)
         self._journal = Journal(self.path)
         self.torn = self._journal.torn
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
@@ -121,6 +122,8 @@ class CallLog:
         for opaque in (False, True):
             try:
                 value = as_object(exchange, self._patterns, opaque=opaque)
+                paths = value.get("redacted", ())
+                self.unmatched -= {each for each in self.unmatched if any(names(each, path) for path in paths)}
                 return as_line(value), "error" in value
             except Exception as error:
                 done = "not recorded" if opaque else "recorded as text only"

@@ -73,6 +73,16 @@ def redacted(value: Any, patterns: Sequence[Pattern]) -> tuple[Any, set[str]]:
     return (_walk(value, tuple(patterns), (), hits) if patterns else value), hits
 
 
+def names(steps: Pattern, path: str) -> bool:
+    """Whether a pattern names one of the paths that ``redacted`` gives."""
+    left = [steps]
+    for step in path.split("."):
+        left = [rest for each in left for rest in _after(each, step)]
+        if () in left:
+            return True
+    return False
+
+
 def hides_text(hits: set[str]) -> bool:
     """Whether one of these paths holds text of the prompt or the completion."""
     # An event of a stream may hold the whole response or message as a member.

@@ -82,6 +82,9 @@ def run(
             sys.setswitchinterval(switch)
     finally:
         log.close()
+    for field, steps in zip(redact, patterns):
+        if log.written and steps in log.unmatched:
+            tell(f"--redact {field}: no call had such a field; is it spelled as in the calls in {log.path}?")
     return Recorded(log.path, log.written, log.failed, log.lost, len(proxy.sessions))
 
 
