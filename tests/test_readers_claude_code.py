@@ -10,6 +10,7 @@ anchorUuid, tailUuid}`` and ``preservedMessages {anchorUuid, uuids}``: in snake 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -241,3 +242,36 @@ def test_a_session_that_was_resumed_in_another_file_trains_its_answers_once(tmp_
     (rollout,) = rollouts.read(tmp_path / "out.jsonl").rollouts
     assert [turn.trainable for turn in rollout.turns] == [True, True]
     assert (done.used, done.merged, done.records) == (4, 2, 6)
+
+
+def incomplete(path, monkeypatch):
+    return read(path, monkeypatch)[2].meta["context_incomplete"][3:]
+
+
+def test_a_line_that_is_lost_or_was_never_written_makes_the_context_incomplete(tmp_path, monkeypatch):
+    session = Session().user("u1", "Go").said("a1", "m1", text("First.")).user("u2", "On").said("a2", "m2", text("So."))
+    assert incomplete(session.write(tmp_path), monkeypatch) == []
+    lost = session.lines.pop(1)
+    assert incomplete(session.write(tmp_path), monkeypatch) == ["messages before a line that is missing"]
+    # The last line of a program that was killed is half a line, and nothing was seen after it.
+    path = tmp_path / "s1.jsonl"
+    session.lines.insert(1, lost)
+    path.write_text(Path(session.write(tmp_path)).read_text() + '{"parentUuid": "a2", "uuid": "u3", "mess')
+    assert incomplete(str(path), monkeypatch) == []
+
+
+def test_attachments_of_which_the_file_has_no_words_make_the_context_incomplete(tmp_path, monkeypatch):
+    session = Session().user("u1", "Go").said("a1", "m1", use("t1", path="a")).result("r1", "t1", "first")
+    session.add("x1", type="attachment", attachment={"type": "queued_command", "prompt": "and the oil"})
+    assert incomplete(session.write(tmp_path), monkeypatch) == []  # no call saw it
+    session.said("a2", "m2", text("Done."))
+    assert incomplete(session.write(tmp_path), monkeypatch) == ["text of attachments"]
+
+
+def test_a_session_without_an_answer_and_one_that_begins_with_titles(tmp_path, monkeypatch):
+    session = Session().user("u1", "Go")
+    _, items, _ = read(session.write(tmp_path), monkeypatch)
+    assert [(item.kind, item.reason) for item in items] == [("empty", "the session has no answer of a model")]
+    session.said("a1", "m1", text("First."))
+    session.lines[:0] = [{"type": "summary", "summary": f"Topic {k}", "leafUuid": f"x{k}"} for k in range(60)]
+    assert detect(session.write(tmp_path)).NAME == "claude-code"

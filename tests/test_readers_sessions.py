@@ -219,10 +219,13 @@ def test_without_a_tokenizer_the_message_says_what_to_give():
         list(codex.read(str(SESSIONS / "codex.jsonl"), Options()))
 
 
+def lines_of_codex():
+    return [json.loads(line) for line in (SESSIONS / "codex.jsonl").read_text("utf-8").splitlines()]
+
+
 def edited(tmp_path, change):
-    lines = [json.loads(line) for line in (SESSIONS / "codex.jsonl").read_text("utf-8").splitlines()]
     path = tmp_path / "codex.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+    path.write_text("".join(json.dumps(line) + "\n" for line in change(lines_of_codex())))
     return str(path)
 
 
@@ -288,3 +291,56 @@ def test_codex_rolled_back_turns_are_not_in_later_prompts(tmp_path):
     asked, again = rollout.turns[-2:]
     assert asked.prompt_ids.tolist() == again.prompt_ids.tolist()
     assert build(rollout).junctions[-1].reason == "resample"
+
+
+def test_codex_lines_that_cannot_be_read_make_what_follows_them_incomplete(tmp_path):
+    gap = "messages before a line that is missing"
+
+    def missing(change):
+        found = [item for item in codex.read(edited(tmp_path, change), OPTIONS) if isinstance(item, Found)]
+        return found[0].rollout.meta["context_incomplete"]
+
+    assert gap not in missing(lambda lines: lines)
+    assert gap in missing(lambda lines: [*lines[:4], {"half": "a line"}, *lines[5:]])
+    assert gap not in missing(lambda lines: [*lines, {"half": "a line"}])  # nothing was seen after it
+    done = next(k for k, line in enumerate(lines_of_codex()) if line["type"] == "compacted")
+    # A compaction says anew what there was.
+    assert gap not in missing(lambda lines: [*lines[:done], {"half": "a line"}, *lines[done:]])
+
+
+def test_codex_history_that_is_no_text_refuses_the_calls_that_saw_it_and_not_the_file(tmp_path):
+    picture = {"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+
+    def paint(lines):
+        last = next(line for line in reversed(lines) if line["type"] == "compacted")
+        last["payload"]["replacement_history"].insert(0, picture)
+        while lines[-1]["type"] != "response_item":  # the file of a program that was killed ends with an answer
+            lines.pop()
+        return lines
+
+    items = list(codex.read(edited(tmp_path, paint), OPTIONS))
+    refused = [item for item in items if isinstance(item, Refusal)]
+    assert refused and all("only text can become token ids" in item.reason for item in refused)
+    (found,) = [item for item in items if isinstance(item, Found)]
+    whole = rollout_of(list(codex.read(str(SESSIONS / "codex.jsonl"), OPTIONS)))
+    assert len(found.rollout.turns) + len(refused) == len(whole.turns)
+
+
+def test_qwen_code_lines_that_are_missing_make_the_context_incomplete(tmp_path):
+    (path,) = (SESSIONS / "qwen-code" / "chats").glob("*.jsonl")
+    lines = path.read_text("utf-8").splitlines()
+    answers = [k for k, line in enumerate(lines) if json.loads(line)["type"] == "assistant"]
+    copy = tmp_path / "session.jsonl"
+    copy.write_text("\n".join([*lines[: answers[0]], lines[answers[0]][:40], *lines[answers[0] + 1 :]]))
+    (found,) = [item for item in qwen_code.read(str(copy), OPTIONS) if isinstance(item, Found)]
+    assert "messages before a line that is missing" in found.rollout.meta["context_incomplete"]
+
+
+def test_sessions_without_an_answer_are_accounted_for(tmp_path):
+    (path,) = (SESSIONS / "qwen-code" / "chats").glob("*.jsonl")
+    export = json.loads((SESSIONS / "opencode-export.json").read_text("utf-8"))
+    export["messages"] = export["messages"][:1]
+    for name, text in (("qwen.jsonl", path.read_text("utf-8").splitlines()[0]), ("open.json", json.dumps(export))):
+        (tmp_path / name).write_text(text)
+        done = import_files([str(tmp_path / name)], tmp_path / "out.jsonl", options=OPTIONS)
+        assert (done.records, done.empty) == (1, 1) and "has no answer of a model" in done.account()

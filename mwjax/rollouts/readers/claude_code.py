@@ -8,7 +8,9 @@ messages were kept) begin a new root, whose first message is ``isCompactSummary`
 tool results in ``microcompactMetadata.compactedToolIds``. After a further compaction kept lines can be written again
 under the same uuid and another parent. Sub-agents are side chains, in the same file or in
 ``SESSION/subagents/agent-*.jsonl``. System prompt, tools, the reminder that is put before the first message, and the
-calls for summaries are not in the file. A session that was resumed may repeat, in another file, what came before.
+calls for summaries are not in the file. ``attachment`` lines tell of what the program put between messages (what a
+user typed meanwhile, changed files, reminders), but not in which words. A session that was resumed may repeat, in
+another file, what came before.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.rendered import NO_ANSWER, rendering_for, rollout_items, seconds, with_causes
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
-from mwjax.rollouts.readers.supplied import BEFORE, SYSTEM, TOOLS
+from mwjax.rollouts.readers.supplied import BEFORE, GAP, SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN
 
 NAME = "claude-code"
@@ -66,7 +68,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             if file == path and value.get("sessionId"):
                 name = str(value["sessionId"])
     calls: list[Seen] = []
-    hidden = False
+    missing = [SYSTEM, BEFORE, TOOLS]
     for uuids in session.blocks.values():
         first = uuids[0]
         line, file = session.links.lines[first], session.files[first]
@@ -80,9 +82,11 @@ def read(path: str, options: Options) -> Iterator[Item]:
             yield Remark("empty", file, line, "the answer is empty or was written by the program")
             records -= 1
             continue
-        hidden = hidden or session.hides_thinking(uuids)
+        missing += [what for what in session.lacks(first, uuids) if what not in missing]
         calls.append(call)
     calls.sort(key=lambda call: call.time or 0.0)
+    if not calls and records:
+        yield Remark("empty", path, 1, NO_ANSWER)
     if calls:
         yield from rollout_items(
             path,
@@ -91,7 +95,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             options,
             rendering,
             always_before=True,
-            missing=[SYSTEM, BEFORE, TOOLS, *(["thinking (only its signature is kept)"] if hidden else [])],
+            missing=missing,
             records=records,
             meta={"program": f"claude-code {session.version}"},
         )
@@ -160,12 +164,18 @@ class _Session:
             time=seconds(entry.get("timestamp")),
         )
 
-    def hides_thinking(self, uuids: list[str]) -> bool:
-        blocks = [block for name in uuids for block in self._content(name)]
-        return any(
+    def lacks(self, first: str, uuids: list[str]) -> Iterator[str]:
+        """What of the context of the call that wrote these lines, or of its answer, is not in the file."""
+        if any(
             block.get("type") == "redacted_thinking" or (block.get("type") == "thinking" and not block.get("thinking"))
-            for block in blocks
-        )
+            for name in uuids
+            for block in self._content(name)
+        ):
+            yield "thinking (only its signature is kept)"
+        if not self.links.begins(first):
+            yield GAP
+        if any(self.links.entries[name].get("type") == "attachment" for name in self._path(first)):
+            yield "text of attachments"
 
     def _answer(self, uuids: list[str]) -> chat.Message:
         blocks = [block for name in uuids for block in self._content(name)]

@@ -15,10 +15,10 @@ from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.rendered import NO_ANSWER, rendering_for, rollout_items, seconds
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
-from mwjax.rollouts.readers.supplied import SYSTEM, TOOLS
+from mwjax.rollouts.readers.supplied import GAP, SYSTEM, TOOLS
 
 NAME = "codex"
 DESCRIPTION = "rollout files of Codex (no ids: rendered)"
@@ -47,6 +47,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
     for record in json_records(path, options):
         if isinstance(record, Refusal):
             yield record
+            session.skip()
             continue
         try:
             session.take(record)
@@ -54,12 +55,12 @@ def read(path: str, options: Options) -> Iterator[Item]:
         except RecordError as error:
             yield record.refusal(path, error.field, error.reason)
     session.answered()
-    for line in session.refused:
-        yield Refusal(path, line, "payload", "follows an encrypted compaction: what the model saw is not in the log")
+    for line, reason in session.refused:
+        yield Refusal(path, line, "payload", reason)
     read_lines -= len(session.refused)
     if not session.calls:
         if read_lines:
-            yield Remark("empty", path, 1, "the session has no answer of a model")
+            yield Remark("empty", path, 1, NO_ANSWER)
         return
     # Codex leaves out of its base instructions what is about tools that it does not offer.
     missing = [*([] if session.given else [SYSTEM]), TOOLS, *session.unseen]
@@ -88,13 +89,15 @@ class _Session:
         self.unseen: list[str] = []
         self.meta: dict[str, Any] = {}
         self.lost = False
-        self.refused: list[int] = []
+        self.gap = False  # a line since the latest compaction could not be read
+        self.refused: list[tuple[int, str]] = []
 
     def take(self, record: Record) -> None:
         value = record.value
         kind = value.get("type") if isinstance(value, dict) else None
         payload = value.get("payload") if isinstance(value, dict) else None
         if not isinstance(kind, str) or not isinstance(payload, dict):
+            self.skip()
             raise RecordError("", "is no line of a Codex rollout: it has no type and payload")
         if kind == "session_meta":
             self._open(value, payload)
@@ -144,6 +147,11 @@ class _Session:
             self.summing_up = bool(at(value, "metadata.compaction_output"))
         self.items.append(item)
 
+    def skip(self) -> None:
+        """A line that cannot be read: from here on the history may lack something."""
+        self.answered()
+        self.gap = True
+
     def answered(self) -> None:
         """Ends the answer under way: a call."""
         if self.open is None:
@@ -154,15 +162,21 @@ class _Session:
             del self.items[-len(written) :]
             return
         if self.lost:
-            self.refused.append(self.line)
+            reason = "follows an encrypted compaction: what the model saw is not in the log"
+            self.refused.append((self.line, reason))
             return
-        messages = chat.from_responses(history, "")
+        try:
+            messages = chat.from_responses(history, "")
+        except RecordError as error:  # a compaction can put anything into it
+            self.refused.append((self.line, f"what the model saw before it cannot be rendered: {error}"))
+            return
         if self.system:
             messages.insert(0, chat.message("system", self.system))
         answer = chat.joined(chat.from_responses(written, ""))
         hidden = any(item.get("encrypted_content") and not item.get("content") for item in written)
-        if hidden and "reasoning (it is encrypted)" not in self.unseen:
-            self.unseen.append("reasoning (it is encrypted)")
+        for what, found in (("reasoning (it is encrypted)", hidden), (GAP, self.gap)):
+            if found and what not in self.unseen:
+                self.unseen.append(what)
         self.calls.append(
             Seen(
                 chat.merged_system(messages),
@@ -178,7 +192,7 @@ class _Session:
     def _compact(self, payload: Mapping[str, Any]) -> None:
         replaced = payload.get("replacement_history")
         if isinstance(replaced, list):
-            self.items, self.lost = [], False
+            self.items, self.lost, self.gap = [], False, False
             for place, item in enumerate(replaced):
                 if isinstance(item, dict) and item.get("type") in _ENCRYPTED:
                     self._lose(f"payload.replacement_history[{place}]")

@@ -41,6 +41,11 @@ class Links:
         now = self._order[name]
         return self.path(self._parent(name, now), now)
 
+    def begins(self, name: str) -> bool:
+        """Whether ``before`` goes back to a line that names no parent; otherwise the file lacks what was before it."""
+        root = (self.before(name) or [name])[0]
+        return self._parent(root, self._order[name]) is None
+
     def path(self, name: str | None, now: int | None = None) -> list[str]:
         """From the root to ``name``, both included, as the file stood at its line number ``now``."""
         found: list[str] = []

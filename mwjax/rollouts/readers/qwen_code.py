@@ -19,9 +19,9 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.rendered import NO_ANSWER, rendering_for, rollout_items, seconds, with_causes
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.supplied import BEFORE, SYSTEM, TOOLS
+from mwjax.rollouts.readers.supplied import BEFORE, GAP, SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN
 
 NAME = "qwen-code"
@@ -43,6 +43,7 @@ def looks_like(head: Head) -> bool:
 def read(path: str, options: Options) -> Iterator[Item]:
     rendering = rendering_for(NAME, options)
     calls: list[Seen] = []
+    missing = [SYSTEM, TOOLS, BEFORE]
     records = 0
     name = Path(path).name.partition(".")[0]
     for number, (file, chain) in enumerate(_files(path)):
@@ -74,7 +75,10 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 records -= 1
             else:
                 calls.append(call)
+                missing += [] if links.begins(uuid) or GAP in missing else [GAP]
     calls = sorted(calls, key=lambda call: (call.time or 0.0, call.chain != MAIN_CHAIN))
+    if not calls and records:
+        yield Remark("empty", path, 1, NO_ANSWER)
     if calls:
         yield from rollout_items(
             path,
@@ -82,7 +86,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
             with_causes(calls),
             options,
             rendering,
-            missing=[SYSTEM, TOOLS, BEFORE],
+            missing=missing,
             records=records,
             meta={"program": "qwen-code"},
         )

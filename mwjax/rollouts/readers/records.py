@@ -10,7 +10,7 @@ from mwjax.rollouts.lines import GZIP_MAGIC, ZSTD_MAGIC, DamagedFile, Line, line
 from mwjax.rollouts.read import json_value
 from mwjax.rollouts.readers.reader import Head, Options
 
-HEAD_RECORDS = 20
+HEAD_RECORDS = 200  # session files may begin with many lines of what is no message
 HEAD_BYTES = 1 << 22
 HEAD_DATA = 1 << 12
 

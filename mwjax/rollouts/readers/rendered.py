@@ -31,6 +31,7 @@ from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
 from mwjax.rollouts.rendering import Rendering, RenderingError, load
 
 UNTHOUGHT = "thinking_left_out"
+NO_ANSWER = "the session has no answer of a model"
 
 
 def rendering_for(name: str, options: Options) -> Rendering:
@@ -69,7 +70,7 @@ def rendered_call(seen: Seen, rendering: Rendering, record: int) -> tuple[Call, 
             seen.messages,
             seen.answer,
             seen.tools,
-            truncated=seen.finish_reason in TRUNCATED,
+            truncated=seen.cut_off or seen.finish_reason in TRUNCATED,
             options=seen.options,
             now=seen.time,
         )
@@ -86,6 +87,7 @@ def rendered_call(seen: Seen, rendering: Rendering, record: int) -> tuple[Call, 
         identity=seen.identity,
         asked=asked("chat.completions", {"messages": list(seen.messages), "tools": list(seen.tools)}),
         answer=answered("chat.completions", {"choices": [{"message": seen.answer}]}),
+        cut_off=seen.cut_off,
         trainable=seen.trainable,
     )
     thought = str(seen.answer.get("reasoning_content") or "").strip()

@@ -17,8 +17,8 @@ class Seen:
 
     ``line``: of the record that holds the answer. ``chain``, ``purpose``, ``cause`` (the place of an earlier call in
     the same list) and ``detail`` (what was done to the context before this call) are what the log tells itself.
-    ``hidden``: more was sampled than the log shows. ``options``: further variables of the chat template. ``time``:
-    seconds since 1970.
+    ``hidden``: more was sampled than the log shows. ``cut_off`` as in ``Call``. ``options``: further variables of the
+    chat template. ``time``: seconds since 1970.
     """
 
     messages: Sequence[Message]
@@ -31,6 +31,7 @@ class Seen:
     detail: str | None = None
     trainable: bool = True
     hidden: bool = False
+    cut_off: bool = False
     finish_reason: str | None = None
     sampling: Sampling = DEFAULT_SAMPLING
     identity: Any = None

@@ -16,6 +16,7 @@ from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.record import MAIN_CHAIN
 
 SYSTEM, TOOLS, BEFORE = "system prompt", "tool list", "context before the first message"
+GAP = "messages before a line that is missing"  # nobody can give these
 
 
 def opening_in(path: str) -> tuple[chat.Message, ...]:
