@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mwjax import rollouts
@@ -93,6 +95,20 @@ def test_calls_that_the_template_refuses_are_left_out_and_the_record_counts_once
     path = write(tmp_path, [{"messages": [user("bad"), said("x"), user("bad"), said("y")]}])
     done = import_files([path], tmp_path / "out.jsonl", options=options, overwrite=True)
     assert (done.records, len(done.refused), done.rollouts) == (1, 1, 0)
+
+
+def test_tools_as_text_and_options_of_the_template_are_those_of_the_record(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{{ style }}:{% for t in tools or [] %}{{ t.function.name }}{% endfor %}:"
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    options = Options(tokenizer=OPTIONS.tokenizer, template=str(template))
+    record = {"messages": [user("Go"), said("Rope.")], "chat_template_kwargs": {"style": "a"}}
+    _, found = imported(tmp_path, [{**record, "tools": json.dumps([READ])}, {**record, "tools": [READ]}], options)
+    assert [texts(rollout, options)[0][0] for rollout in found] == ["a:read:Go<|im_end|>"] * 2
+    done, _ = imported(tmp_path, [{**record, "tools": "read"}], options)
+    assert done.refused[0].field == "tools" and "the JSON of one" in done.refused[0].reason
 
 
 def test_text_is_refused(tmp_path):

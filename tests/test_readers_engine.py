@@ -171,6 +171,32 @@ def test_a_recorded_call_gives_what_the_engine_sampled(engine, stream, tmp_path)
     assert ("sampled at temperature 0.9" in result.account()) == (kind == "raw")
 
 
+def test_a_stream_with_ids_may_be_its_text_or_its_chunks(tmp_path):
+    chunks = [
+        {"id": "a", "prompt_token_ids": PROMPT, "choices": [{"index": 0, "delta": {"role": "assistant"}}]},
+        *(
+            {
+                "id": "a",
+                "choices": [
+                    {
+                        "index": 0,
+                        "delta": {"content": "x"},
+                        "token_ids": [each],
+                        "logprobs": {"content": [{"token": "x", "logprob": -0.5}]},
+                        "finish_reason": "stop" if each == FIRST[-1] else None,
+                    }
+                ],
+            }
+            for each in FIRST
+        ),
+    ]
+    text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    for response in (chunks, text, {"status": 200, "body": text}):
+        _, (rollout,) = imported([{"request": {"messages": MESSAGES}, "response": response}], tmp_path)
+        assert ids_of(rollout) == [(PROMPT, FIRST)]
+        assert rollout.turns[0].logprobs.tolist() == [-0.5] * 3 and rollout.turns[0].finish_reason == "stop"
+
+
 def test_an_answer_that_broke_off_is_context_only_and_said_so(tmp_path):
     with running("vllm") as engine:
         result, found = recorded(engine, tmp_path, ({**CHAT, "stream": True}, "cut"), ({**CHAT, "stream": True}, ""))

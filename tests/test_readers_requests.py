@@ -257,6 +257,17 @@ def test_a_previous_response_is_followed_in_the_log(tmp_path):
     assert decoded(rollout, 1).count("Be brief.") == 1 and "Rope." in decoded(rollout, 1)
 
 
+def test_what_was_said_before_a_previous_response_stays_but_not_its_instructions(tmp_path):
+    pirate = {"role": "developer", "content": "Speak like a pirate."}
+    log = [
+        responses([pirate, user("Go")], [text_item("Rope.")], "r1"),
+        responses([user("And?")], [text_item("Salt.")], "r2", previous_response_id="r1", instructions="Be loud."),
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert decoded(rollout, 1).count("Speak like a pirate.") == 1
+    assert "Be loud." in decoded(rollout, 1) and "Be brief." not in decoded(rollout, 1)
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -502,6 +513,81 @@ def test_a_recorders_log_without_ids_can_be_read_as_chat(tmp_path):
     assert detect(path).NAME == "mwjax"
     (rollout,), _ = read(path)
     assert rollout.id == "s3" and rollout.meta["rendered"]
+
+
+def recorded(record, number, source="key", **more):
+    """A call as mwjax record writes it where the engine gives no ids."""
+    known = {key: value for key, value in record.items() if key != "session_id"}
+    line = {"format": "mwjax-call/1", "endpoint": "chat.completions", "session": "k7", "session_from": source}
+    return {**line, "started": float(number), **known, **more}
+
+
+def test_episodes_that_share_a_key_are_rollouts_of_their_own(tmp_path):
+    log = []
+    for place in ("north", "south"):
+        opening = [GO[0], user(f"Count the villages of the {place}, please.")]
+        first = said(f"There are nine of them in the {place}.")
+        log += [chat(opening, first, f"{place}1"), chat([*opening, first, user("Sure?")], said("Yes."), f"{place}2")]
+    rollouts, _ = read(write(tmp_path, [recorded(each, k) for k, each in enumerate(log)]))
+    assert [(rollout.id, [turn.chain for turn in rollout.turns]) for rollout in rollouts] == [
+        ("k7/1", ["main", "main"]),
+        ("k7/2", ["main", "main"]),
+    ]
+    (rollout,), _ = read(write(tmp_path, [recorded(each, k, "header x-session-id") for k, each in enumerate(log)]))
+    assert (rollout.id, len(rollout.turns)) == ("k7", 4)
+
+
+def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_stop_token(tmp_path):
+    cut = recorded(chat(GO, said("Rope a"), "r1", finish=None), 1, error={"kind": "upstream_cut_off", "message": "x"})
+    (rollout,), others = read(write(tmp_path, [cut, recorded(chat(GO, said("Rope and salt."), "r2"), 2)]))
+    assert [(turn.trainable, turn.purpose) for turn in rollout.turns] == [(False, "cut_off"), (True, "act")]
+    assert rendering_for("test", OPTIONS).decode(rollout.turns[0].completion_ids.tolist()) == "Rope a"
+    assert rollout.meta["cut_off_turns"] == [0] and any("the answer broke off" in other.reason for other in others)
+
+
+def test_requests_and_responses_may_be_text_or_lie_under_a_body(tmp_path):
+    plain = chat(GO, said("Rope."), "r1")
+    request, response = plain["request"], plain["response"]
+    forms = [
+        {"request": {"method": "POST", "body": request}, "response": {"status": 200, "body": response}},
+        {"request": json.dumps(request), "response": json.dumps(response)},
+        {"request": {"body": json.dumps(request)}, "response": {"body": events(*_streamed(response))}},
+    ]
+    (expected,), _ = read(write(tmp_path, [plain]))
+    for form in forms:
+        path = write(tmp_path, [form])
+        assert detect(path).NAME == "chat"
+        (rollout,), _ = read(path)
+        assert _ids(rollout) == _ids(expected)
+
+
+def _streamed(response):
+    (choice,) = response["choices"]
+    yield {"id": response["id"], "choices": [{"index": 0, "delta": choice["message"]}]}
+    yield {"id": response["id"], "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+
+
+def _ids(rollout):
+    return [(turn.prompt_ids.tolist(), turn.completion_ids.tolist()) for turn in rollout.turns]
+
+
+def test_functions_are_tools_by_their_earlier_name(tmp_path):
+    old = chat(GO, said("Rope."), "r1", tools=(), functions=[READ["function"]])
+    (named,), _ = read(write(tmp_path, [chat(GO, said("Rope."), "r1")]))
+    (rollout,), _ = read(write(tmp_path, [old]))
+    assert _ids(rollout) == _ids(named) and '"name": "read"' in decoded(rollout, 0)
+
+
+def test_an_answer_whose_beginning_was_given_is_refused(tmp_path):
+    begun = [*GO[1:], said("The village sells")]
+    log = [
+        anthropic(begun, [{"type": "text", "text": " rope."}], "m1"),
+        chat(begun, said(" rope."), "r1", continue_final_message=True, add_generation_prompt=False),
+    ]
+    rollouts, refusals = read(write(tmp_path, log))
+    assert not rollouts
+    assert [(each.line, each.field) for each in refusals] == [(1, "request.messages"), (2, "request.messages")]
+    assert all("ends with the beginning of the answer" in each.reason for each in refusals)
 
 
 def with_ids(record, prompt, completion):

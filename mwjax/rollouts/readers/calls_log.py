@@ -67,10 +67,18 @@ def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], 
     if given is not None:
         name, one = str(given), True
     else:
-        # A key is shared by all that a harness does; only a header or path tells episodes apart.
         name = name_in(value, "session") or os.path.basename(path).partition(".")[0]
-        one = str(value.get("session_from", "")).startswith(("header", "path"))
+        one = names_an_episode(value)
     return sessions.setdefault(name, Session(name, one))
+
+
+def names_an_episode(value: Mapping[str, Any]) -> bool:
+    """A key is shared by all that a harness does; only a header or path tells episodes apart."""
+    return str(value.get("session_from", "")).startswith(("header", "path"))
+
+
+def broke_off(value: Mapping[str, Any]) -> bool:
+    return at(value, "error.kind") in BROKEN_OFF
 
 
 def _calls(record: Record, number: int, options: Options) -> list[Call]:
@@ -122,5 +130,5 @@ def _calls(record: Record, number: int, options: Options) -> list[Call]:
         usage=value.get("usage"),
         time=time_in(value, "started") or 0.0,
         name=name_in(response, "id") or name_in(value, "id"),
-        cut_off=error.get("kind") in BROKEN_OFF,
+        cut_off=broke_off(value),
     )

@@ -199,6 +199,11 @@ def _no_message(kind: Any) -> str:
     return f"is an item of kind {kind!r}; only messages, reasoning and tool calls can become token ids"
 
 
+def tools_of(request: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The tools of a request; ``functions`` is OpenAI's earlier name for them."""
+    return function_tools(request.get("tools") or [{"function": each} for each in listed(request.get("functions"))])
+
+
 def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Tool lists of the three APIs in the form of chat completions. Tools that the server runs itself have no schema in
     the request; their name and description stand for them."""

@@ -1,7 +1,7 @@
 """Requests and responses of the OpenAI and Anthropic APIs without token ids, one exchange a line.
 
-A record holds the request and the response under any of the names of :mod:`engine_log`; a response may be the text of
-an event stream, or the list of its chunks. The rollout of a call is named as there.
+A record holds the request and the response as in :mod:`engine_log`, and the rollout of a call is named as there. The
+log of ``mwjax record`` is read too, for its messages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from mwjax.rollouts.errors import Refusal
 from mwjax.rollouts.fields import described
 from mwjax.rollouts.http_calls import FORMAT
-from mwjax.rollouts.readers import engine_log
-from mwjax.rollouts.readers.event_text import from_payloads, response_in
+from mwjax.rollouts.readers import calls_log, engine_log
+from mwjax.rollouts.readers.engine_log import exchange_in
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
 from mwjax.rollouts.readers.rendered import rendering_for
@@ -58,24 +58,18 @@ def _exchanges(path: str, options: Options) -> Iterator[Exchange | Item]:
         if not response and record.value[key]:
             yield record.refusal(path, key, "is no response: neither an object, nor a stream's text or chunks")
             continue
-        session, time = _session(record.value, options), time_in(record.value, *TIMES)
-        yield Exchange(number, record.line, request, response, record.value, session, time)
-
-
-def exchange_in(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Request and response of a record; empty where it has none."""
-    request: Mapping[str, Any] = next(
-        (record[key] for key in engine_log.REQUEST if isinstance(record.get(key), dict)), {}
-    )
-    for key in engine_log.RESPONSE:
-        given = record.get(key)
-        if isinstance(given, dict):
-            return request, given["body"] if isinstance(given.get("body"), dict) else given
-        if isinstance(given, str) and (response := response_in(given)) is not None:
-            return request, response
-        if isinstance(given, list) and (response := from_payloads(given)) is not None:
-            return request, response
-    return request, {}
+        recorded = record.value.get("format") == FORMAT
+        yield Exchange(
+            number,
+            record.line,
+            request,
+            response,
+            record.value,
+            _session(record.value, options),
+            time_in(record.value, *TIMES),
+            one=options.session_by is not None or not recorded or calls_log.names_an_episode(record.value),
+            cut_off=recorded and calls_log.broke_off(record.value),
+        )
 
 
 def _session(record: Mapping[str, Any], options: Options) -> str | None:

@@ -2,15 +2,17 @@
 
 A record has ``messages``, or ``prompt`` and ``completion`` (TRL's conversational form, and the parquet of its
 ``log_completions``, trl/trainer/grpo_trainer.py of trl 1.16.0, written as JSON Lines), each a list of chat messages;
-``tools`` where there are any. Every answer in ``messages`` or ``completion`` is a call whose prompt is all before it;
-one of ``weight`` 0 (OpenAI's fine-tuning form) is context only. Plain text is refused: its ids cannot be told.
+``tools`` (also as the text of their JSON) and ``chat_template_kwargs`` where there are any. Every answer in
+``messages`` or ``completion`` is a call whose prompt is all before it; one of ``weight`` 0 (OpenAI's fine-tuning form)
+is context only. Plain text is refused: its ids cannot be told.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mwjax.rollouts.errors import RecordError, Refusal
@@ -86,6 +88,7 @@ def _calls(record: Record) -> list[Seen]:
         raise RecordError("", f"is {described(value)}, must be an object with messages")
     calls: list[Seen] = []
     history: list[chat.Message] = []
+    tools, options = _tools(value), value.get("chat_template_kwargs")
     for field in ("messages",) if "messages" in value else ("prompt", "completion"):
         listed = value.get(field)
         if not isinstance(listed, list):
@@ -93,8 +96,28 @@ def _calls(record: Record) -> list[Seen]:
         for place, each in enumerate(listed):
             message = chat.from_openai(each, f"{field}[{place}]")
             if message["role"] == "assistant" and field != "prompt" and history:
-                tools = chat.function_tools(value.get("tools"))
-                trainable = each.get("weight") != 0
-                calls.append(Seen(tuple(history), message, tools, line=record.line, trainable=trainable))
+                calls.append(
+                    Seen(
+                        tuple(history),
+                        message,
+                        tools,
+                        line=record.line,
+                        trainable=each.get("weight") != 0,
+                        options=options if isinstance(options, dict) else {},
+                    )
+                )
             history.append(message)
     return calls
+
+
+def _tools(value: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    given = value.get("tools")
+    if not isinstance(given, str) or not given.strip():
+        return chat.tools_of(value)
+    try:
+        listed = json.loads(given)
+    except ValueError:
+        listed = None
+    if not isinstance(listed, list):
+        raise RecordError("tools", f"is {described(given)}, must be a list of tools or the JSON of one")
+    return chat.function_tools(listed)

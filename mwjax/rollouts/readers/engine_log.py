@@ -1,7 +1,8 @@
 """Requests and responses of vLLM or SGLang with token ids, one exchange a line.
 
 A record holds the request and the response under any of the names in ``REQUEST`` and ``RESPONSE``, or is a response
-alone. Responses of these kinds have ids:
+alone. Each may be an object, text (of an event stream too), a list of a stream's chunks, or have one of these as its
+``body``. Responses of these kinds have ids:
 
 - chat completions and completions of vLLM, asked with ``return_token_ids``: ``prompt_token_ids``,
   ``choices[].token_ids``, ``choices[].logprobs`` (vllm-project/vllm at d5dba2d7b0ab9b98096560c69db7126b54b14d79:
@@ -29,6 +30,7 @@ from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described
 from mwjax.rollouts.http_calls import FORMAT
 from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.event_text import from_payloads, response_in
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
@@ -83,14 +85,28 @@ def read(path: str, options: Options) -> Iterator[Item]:
     yield from rollouts_of(path, sessions, options)
 
 
+def exchange_in(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Request and response of a record; empty where it has none."""
+    request, response = (
+        next((found for name in names if (found := _payload(record.get(name))) is not None), {})
+        for names in (REQUEST, RESPONSE)
+    )
+    return request, response
+
+
+def _payload(given: Any) -> dict[str, Any] | None:
+    if isinstance(given, dict):
+        inner = _payload(given.get("body"))
+        return given if inner is None else inner
+    if isinstance(given, str):
+        return response_in(given)
+    return from_payloads(given) if isinstance(given, list) else None
+
+
 def _exchange(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Request and response; the response is the record itself where it has no member of that kind."""
-    request: dict[str, Any] = next((record[name] for name in REQUEST if isinstance(record.get(name), dict)), {})
-    response = next((record[name] for name in RESPONSE if isinstance(record.get(name), dict)), None)
-    if response is None:
-        return request, dict(record)
-    inner = response.get("body")  # as OpenAI's batch output has it
-    return request, inner if isinstance(inner, dict) else response
+    request, response = exchange_in(record)
+    return request, response or dict(record)
 
 
 def _session(path: str, value: Mapping[str, Any], sessions: dict[str, Session], options: Options) -> Session:

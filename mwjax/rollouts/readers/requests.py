@@ -20,7 +20,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.rendered import rendered_call, rendered_meta, rendered_remarks
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import TRUNCATED, at, group_and_reward, merged, name_in
+from mwjax.rollouts.readers.sessions import BROKE_OFF, TRUNCATED, at, group_and_reward, merged, name_in
 from mwjax.rollouts.readers.settings import sampling_settings
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import Rollout
@@ -31,7 +31,8 @@ HIDDEN = "thinking (encrypted, summed up or left out)"
 
 class Exchange(NamedTuple):
     """One request and its response. ``place``: its number in the log, from 1. ``record``: all that the log says of it,
-    for group and reward. ``session``: None where nothing names one."""
+    for group and reward. ``session``: None where nothing names one; ``one``: it is one rollout. ``cut_off`` as in
+    ``Call``."""
 
     place: int
     line: int
@@ -40,6 +41,8 @@ class Exchange(NamedTuple):
     record: Any
     session: str | None
     time: float | None
+    one: bool = True
+    cut_off: bool = False
 
 
 @dataclass
@@ -75,7 +78,7 @@ def rollouts_of(
             yield exchange
             continue
         key = exchange.session if exchange.session is not None else name
-        session = sessions.setdefault(key, _Session(key, exchange.session is not None))
+        session = sessions.setdefault(key, _Session(key, exchange.session is not None and exchange.one))
         if exchange.response.get("error") and not (exchange.response.keys() & {"choices", "output", "content"}):
             yield Remark("empty", path, exchange.line, "the call failed (the response reports an error)")
             continue
@@ -125,6 +128,7 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
         missing = [HIDDEN] if any(id(call) in hidden for call in conversation.calls) else []
         noted = Counter(notes[id(call)] for call in conversation.calls if id(call) in notes)
         truncated = [k for k, turn in enumerate(conversation.turns) if turn.finish_reason in TRUNCATED]
+        cut_off = [k for k, call in enumerate(conversation.calls) if call.cut_off]
         meta = {
             "session": session.name,
             **rendered_meta(rendering, noted, missing),
@@ -134,6 +138,7 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
                 else {}
             ),
             **({"truncated_turns": truncated} if truncated else {}),
+            **({"cut_off_turns": cut_off} if cut_off else {}),
             **({"refused_lines": session.lost} if session.lost else {}),
             **({"system_normalised": len(changing)} if changing and options.normalise_system else {}),
         }
@@ -147,6 +152,8 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
         for turn in truncated:
             reason = "the completion was truncated at the token limit; kept"
             yield Remark("warning", path, conversation.calls[turn].line, reason)
+        for turn in cut_off:
+            yield Remark("warning", path, conversation.calls[turn].line, BROKE_OFF)
 
 
 def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Options) -> Iterator[Seen]:
@@ -168,18 +175,19 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
     name = name_in(response, "id")
     for index, answer, reason in answers(endpoint, response):
         if isinstance(response.get("id"), str) and endpoint == "responses":
-            stored[response["id"]] = [*messages, answer]
+            stored[response["id"]] = [*_items(request, stored), answer]
         variables = request.get("chat_template_kwargs")
         yield Seen(
             tuple(messages),
             answer,
-            chat.function_tools(request.get("tools")),
+            chat.tools_of(request),
             line=exchange.line,
             finish_reason=reason,
             sampling=sampling_settings(request, options, logprobs="raw"),
             identity=None if name is None else (name, index),
             options=variables if isinstance(variables, dict) else {},
             hidden=_hides(response, answer),
+            cut_off=exchange.cut_off,
             time=exchange.time,
         )
 
@@ -190,15 +198,7 @@ def asked_messages(
     if request.get("conversation"):
         raise RecordError("request.conversation", "the conversation is kept on the server and is not in the log")
     if endpoint == "responses":
-        messages = chat.from_responses(request.get("input"), "request.input")
-        before = request.get("previous_response_id")
-        if before:
-            if not isinstance(before, str) or before not in stored:
-                raise RecordError(
-                    "request.previous_response_id",
-                    f"{before!r} is not in the log: what the model saw before this input is kept on the server",
-                )
-            messages = [each for each in stored[before] if each["role"] not in ("system", "developer")] + messages
+        messages = _items(request, stored)
         if request.get("instructions"):
             messages.insert(0, chat.message("system", chat.text_of(request["instructions"], "request.instructions")))
         return chat.merged_system(messages)
@@ -210,7 +210,24 @@ def asked_messages(
         found.insert(0, chat.message("system", chat.text_of(request["system"], "request.system")))
     if not found:
         raise RecordError("request.messages", "is empty")
+    if found[-1]["role"] == "assistant" and (endpoint == "messages" or request.get("continue_final_message")):
+        reason = "ends with the beginning of the answer, which a template writes as a whole one"
+        raise RecordError("request.messages", reason)
     return found
+
+
+def _items(request: Mapping[str, Any], stored: Mapping[str, list[chat.Message]]) -> list[chat.Message]:
+    """What a call of the responses API was given, without its instructions, which hold for it alone."""
+    messages = chat.from_responses(request.get("input"), "request.input")
+    before = request.get("previous_response_id")
+    if not before:
+        return messages
+    if not isinstance(before, str) or before not in stored:
+        raise RecordError(
+            "request.previous_response_id",
+            f"{before!r} is not in the log: what the model saw before this input is kept on the server",
+        )
+    return [*stored[before], *messages]
 
 
 def answers(endpoint: Endpoint, response: Mapping[str, Any]) -> Iterator[tuple[int, chat.Message, str | None]]:

@@ -57,7 +57,7 @@ def asked(endpoint: Endpoint, request: Mapping[str, Any]) -> Asked | None:
         return None
     system = [each["content"] for each in found if each["role"] in ("system", "developer")]
     rest = [_said(each) for each in found if each["role"] not in ("system", "developer")]
-    tools = [str(tool["function"].get("name")) for tool in chat.function_tools(request.get("tools"))]
+    tools = [str(tool["function"].get("name")) for tool in chat.tools_of(request)]
     return Asked("\n".join(filter(None, [opening, *system])), tuple(rest), tuple(sorted(tools)))
 
 

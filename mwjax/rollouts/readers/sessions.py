@@ -23,6 +23,7 @@ from mwjax.rollouts.readers.settings import ratio_warning
 from mwjax.rollouts.record import Rollout
 
 LATEST_TIME = 1e11
+BROKE_OFF = "the answer broke off, so the harness did not act on it; kept as context only"
 TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")  # why a completion ended at its token limit
 
 
@@ -114,7 +115,8 @@ def decoder(tokenizer: str | None) -> Callable[[np.ndarray], str] | None:
     """Ids as text, by a tokenizer.json or a folder that has one. Raises ValueError."""
     if tokenizer is None:
         return None
-    path = os.path.join(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else tokenizer
+    place = os.path.expanduser(tokenizer)
+    path = os.path.join(place, "tokenizer.json") if os.path.isdir(place) else place
     try:
         loaded = Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing narrower
@@ -177,8 +179,7 @@ def _remarks(path: str, conversation: Conversation) -> Iterator[Remark]:
         if turn.finish_reason in TRUNCATED:
             yield Remark("warning", path, call.line, "the completion was truncated at the token limit; kept")
         if call.cut_off:
-            reason = "the answer broke off, so the harness did not act on it; kept as context only"
-            yield Remark("warning", path, call.line, reason)
+            yield Remark("warning", path, call.line, BROKE_OFF)
 
 
 def refused(path: str, session: Session, record: Record, error: RecordError) -> Refusal:

@@ -16,7 +16,8 @@ from mwjax.rollouts.engine_ids import Endpoint, prompt_ids, sampled
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.http_calls import FORMAT
 from mwjax.rollouts.readers import chat
-from mwjax.rollouts.readers.chat_log import TIMES, exchange_in
+from mwjax.rollouts.readers.chat_log import TIMES
+from mwjax.rollouts.readers.engine_log import exchange_in
 from mwjax.rollouts.readers.reader import Options
 from mwjax.rollouts.readers.records import json_records
 from mwjax.rollouts.readers.requests import answers, asked_messages, endpoint_of
@@ -102,7 +103,7 @@ def check_rendering(path: str, rendering: Rendering) -> Skew:
 
 def _compare(found: _Recorded, rendering: Rendering, skew: Skew) -> None:
     messages = asked_messages(found.endpoint, found.request, {})
-    tools = chat.function_tools(found.request.get("tools"))
+    tools = chat.tools_of(found.request)
     given = found.request.get("chat_template_kwargs")
     options = given if isinstance(given, dict) else {}
     for index, answer, reason in answers(found.endpoint, found.response):
