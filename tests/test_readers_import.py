@@ -111,6 +111,25 @@ def test_rows_with_a_field_in_common_are_one_rollout(tmp_path):
     assert [(each.id, len(each.turns)) for each in rollouts.read(out).rollouts] == [("5", 2), ("a:3", 1)]
 
 
+def test_a_folder_that_is_not_there_is_made(tmp_path):
+    log = write(tmp_path / "a.jsonl", row([1, 2], [3]))
+    import_files([log], tmp_path / "new" / "folder" / "out.jsonl")
+    assert len(rollouts.read(tmp_path / "new" / "folder" / "out.jsonl").rollouts) == 1
+    with pytest.raises(RolloutFileError, match="cannot write"):
+        import_files([log], tmp_path / "a.jsonl" / "out.jsonl")
+
+
+def test_options_that_find_nothing_are_said(tmp_path):
+    log, out = write(tmp_path / "a.jsonl", row([1, 2], [3], info={"score": 1, "task": 7})), tmp_path / "out.jsonl"
+    told = import_files([log], out, options=Options(reward="info.scor", group_by="task")).account()
+    assert "--reward info.scor had no effect" in told and "--group-by task had no effect" in told
+    right = Options(reward="info.score", group_by="info.task")
+    assert "no effect" not in import_files([log], out, options=right, overwrite=True).account()
+    for option in (("--template", "t.jinja"), ("--template-option", "a=1")):
+        left = CliRunner().invoke(app, ["import", log, "--out", str(out), "--overwrite", *option])
+        assert left.exit_code == 2 and "needs --tokenizer" in left.stderr
+
+
 def test_an_old_file_stays_where_nothing_could_be_imported(tmp_path):
     log, out = write(tmp_path / "a.jsonl", row([1, 2], [-3])), tmp_path / "out.jsonl"
     out.write_text("before")

@@ -122,8 +122,14 @@ def import_logs(
         raise typer.Exit(DONE)
     if not files:
         raise typer.BadParameter("give the logs to import, as in: mwjax import calls.jsonl", param_hint="FILE...")
-    if check_rendering and tokenizer is None:
-        raise typer.BadParameter("needs --tokenizer, the model's", param_hint="--check-rendering")
+    if tokenizer is None:
+        rendering_only = {
+            "--check-rendering": check_rendering,
+            "--template": template is not None,
+            "--template-option": bool(template_options),
+        }
+        for name in (name for name, given in rendering_only.items() if given):
+            raise typer.BadParameter("needs --tokenizer, the model's", param_hint=name)
 
     from mwjax.audit.progress import watching
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from mwjax.rollouts.errors import RecordError, Refusal, RolloutFileError
+from mwjax.rollouts.errors import RecordError, Refusal, RolloutFileError, file_error
 from mwjax.rollouts.fields import known_keys, name, number
 from mwjax.rollouts.readers.detect import by_name, detect
 from mwjax.rollouts.readers.reader import Found, Options, Reader, Remark
@@ -23,8 +23,9 @@ from mwjax.rollouts.write import as_line, as_object, write
 
 @dataclass
 class Imported:
-    """What came of it. ``used``: records that are in the rollouts. ``supplied``, ``normalised``: rollouts that got what
-    their log lacks, and those whose system prompts were made one. ``formats``: of every file."""
+    """What came of it. ``used``: records that are in the rollouts. ``rewarded``, ``grouped``: rollouts with a reward, a
+    group. ``supplied``, ``normalised``: rollouts that got what their log lacks, and those whose system prompts were
+    made one. ``formats``: of every file."""
 
     out: str
     formats: dict[str, str] = field(default_factory=dict)
@@ -32,6 +33,8 @@ class Imported:
     turns: int = 0
     sampled: int = 0
     used: int = 0
+    rewarded: int = 0
+    grouped: int = 0
     supplied: int = 0
     normalised: int = 0
     refused: list[Refusal] = field(default_factory=list)
@@ -106,6 +109,10 @@ def import_files(
     result = Imported(str(out), {file: reader.NAME for file, reader in zip(files, chosen)})
     seen: dict[str, bytes] = {}
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise file_error("write", out, error) from error
+    try:
         write(out, _rollouts(files, chosen, options, given, result, seen))
     except _Nothing:
         return result
@@ -117,7 +124,11 @@ def import_files(
 
 
 def _without_effect(options: Options, result: Imported) -> Iterator[Remark]:
-    """Options that change only what is rendered, where they changed nothing."""
+    """Options that found nothing to do."""
+    if options.reward is not None and not result.rewarded:
+        yield Remark("warning", result.out, 0, f"--reward {options.reward} had no effect: no rollout got a reward")
+    if options.group_by is not None and not result.grouped:
+        yield Remark("warning", result.out, 0, f"--group-by {options.group_by} had no effect: no rollout got a group")
     if (options.opening or options.tools is not None) and not result.supplied:
         reason = "--system and --tools had no effect: no log here lacks what they give"
         yield Remark("warning", result.out, 0, reason)
@@ -188,6 +199,8 @@ def _rollouts(
             result.turns += len(rollout.turns)
             result.sampled += sum(len(turn.completion_ids) for turn in rollout.turns)
             result.used += item.records
+            result.rewarded += rollout.reward is not None
+            result.grouped += rollout.group is not None
             result.supplied += "supplied" in rollout.meta
             result.normalised += "system_normalised" in rollout.meta
             yield rollout
