@@ -230,6 +230,24 @@ def test_a_summary_that_nothing_goes_on_from_is_context_only(tmp_path):
     assert rollout.turns[3].cause_turn == 2 and rollout.turns[3].chain == "main"
 
 
+def test_a_summary_whose_tags_the_harness_takes_off_is_linked(tmp_path):
+    text = "The village sells rope; salt comes next."
+    wanted = [{"role": "system", "content": "You summarise."}, user("Summarise this conversation: " + LONG)]
+    summary = f"<analysis>\nThere was rope.\n</analysis>\n\n<summary>\n{text}\n</summary>"
+    log = [
+        chat([*GO, said(LONG), user("And?")], said("Salt."), "r1"),
+        chat(wanted, said(summary), "r2", tools=()),
+        chat([GO[0], user(f"So far:\nAnalysis:\nThere was rope.\n\nSummary:\n{text}")], said("Done."), "r3"),
+    ]
+    (rollout,), _ = read(write(tmp_path, log))
+    assert [(turn.chain, turn.purpose, turn.cause_turn) for turn in rollout.turns] == [
+        ("main", "act", None),
+        ("summary-1", "summary", None),
+        ("main", "act", 1),
+    ]
+    assert rollout.turns[1].trainable and junctions(rollout) == [(2, "fold")]
+
+
 def responses(items, output, name, **more):
     return {
         "request": {"model": "m", "input": items, "instructions": "Be brief.", **more},
@@ -528,7 +546,8 @@ def test_episodes_that_share_a_key_are_rollouts_of_their_own(tmp_path):
         opening = [GO[0], user(f"Count the villages of the {place}, please.")]
         first = said(f"There are nine of them in the {place}.")
         log += [chat(opening, first, f"{place}1"), chat([*opening, first, user("Sure?")], said("Yes."), f"{place}2")]
-    rollouts, _ = read(write(tmp_path, [recorded(each, k) for k, each in enumerate(log)]))
+    rollouts, others = read(write(tmp_path, [recorded(each, k) for k, each in enumerate(log)]))
+    assert "without a name of its own held several conversations" in others[-1].reason
     assert [(rollout.id, [turn.chain for turn in rollout.turns]) for rollout in rollouts] == [
         ("k7/1", ["main", "main"]),
         ("k7/2", ["main", "main"]),

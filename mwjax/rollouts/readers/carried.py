@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from mwjax.rollouts.readers.contained import Contained
@@ -13,6 +14,8 @@ SHORTEST_CARRIED = 16  # characters; shorter texts occur by chance
 TASK_WORDS = 4
 SHORTEST_TASK = 2 * TASK_WORDS - 1  # characters of as many words
 
+_CLOSED = re.compile(r"</([\w-]+)>\Z")
+
 
 class Texts:
     """Who said what in a session: for each text, the calls that answered it, or whose tool calls hand it over."""
@@ -21,7 +24,7 @@ class Texts:
         self.calls = calls
         self.answered: dict[str, list[int]] = {}
         for index in range(len(calls)):
-            if len(text := self.answer(index)) >= SHORTEST_CARRIED:
+            for text in self.answers(index):
                 self.answered.setdefault(text, []).append(index)
         self._answers = Contained(self.answered)
         tasks = (call.asked.first_user.strip() for call in calls if call.asked is not None)
@@ -35,18 +38,26 @@ class Texts:
                 for value in _values(arguments):
                     self._endings.setdefault(value[-SHORTEST_TASK:], []).append((value, index))
 
-    def answer(self, index: int) -> str:
+    def answers(self, index: int) -> list[str]:
+        """What a later call may hold of this one's answer: all of it, or the block in tags with which it ends, such as
+        ``<summary>``, whose tags harnesses take off."""
         answer = self.calls[index].answer
-        return "" if answer is None else answer.text.strip()
+        whole = "" if answer is None else answer.text.strip()
+        found = [whole]
+        if closed := _CLOSED.search(whole):
+            _, opened, block = whole[: closed.start()].partition(f"<{closed[1]}>")
+            found += [block.strip()] if opened else []
+        return [text for text in found if len(text) >= SHORTEST_CARRIED]
 
     def carried(self, messages: Iterable[Said]) -> set[str]:
         """The answers, of any call, that these messages hold."""
         return {answer for each in messages for answer in self._answers.inside(each.text)}
 
     def said(self, index: int) -> list[tuple[str, str]]:
-        """By what a later call of the conversation can be known: this call's answer, and its first user message."""
+        """By what a later call of the conversation can be known: this call's answers, and its first user message."""
         asked = self.calls[index].asked
-        return [("answer", self.answer(index)), *([] if asked is None else [("user", asked.first_user)])]
+        answers = [("answer", text) for text in self.answers(index)]
+        return answers if asked is None else [*answers, ("user", asked.first_user)]
 
     def hints(self, index: int) -> list[tuple[str, str]]:
         """What this call's messages hold of other calls: ``said``, where it is no opening, which episodes may share."""

@@ -20,7 +20,7 @@ from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.rendered import rendered_call, rendered_meta, rendered_remarks
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import BROKE_OFF, TRUNCATED, at, group_and_reward, merged, name_in
+from mwjax.rollouts.readers.sessions import BROKE_OFF, SEVERAL, TRUNCATED, at, group_and_reward, merged, name_in
 from mwjax.rollouts.readers.settings import sampling_settings
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import Rollout
@@ -154,6 +154,8 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
             yield Remark("warning", path, conversation.calls[turn].line, reason)
         for turn in cut_off:
             yield Remark("warning", path, conversation.calls[turn].line, BROKE_OFF)
+    if len(found) > 1:
+        yield Remark("warning", path, found[0].calls[0].line, SEVERAL)
 
 
 def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Options) -> Iterator[Seen]:

@@ -24,6 +24,7 @@ from mwjax.rollouts.record import Rollout
 
 LATEST_TIME = 1e11
 BROKE_OFF = "the answer broke off, so the harness did not act on it; kept as context only"
+SEVERAL = "a session without a name of its own held several conversations; each is a rollout"
 TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")  # why a completion ended at its token limit
 
 
@@ -142,8 +143,7 @@ def rollouts_of(path: str, sessions: Mapping[str, Session], options: Options) ->
             responses = tuple(call.identity for call in conversation.calls)
             yield Found(rollout, conversation.calls[0].line, len(records), responses)
         if len(found) > 1:
-            reason = "a session without a name of its own held several conversations; each is a rollout"
-            yield Remark("warning", path, found[0].calls[0].line, reason)
+            yield Remark("warning", path, found[0].calls[0].line, SEVERAL)
 
 
 def merged(path: str, kept: Sequence[Call], copies: Sequence[Call]) -> Iterator[Remark]:
