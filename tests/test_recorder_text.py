@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mwjax.recorder import content_codings, redaction, sessions
 from mwjax.recorder.json_text import applied, loads, rewrite, with_members
+from mwjax.recorder.upstream import has_own_version
 from mwjax.rollouts.assembly import assembled
 from mwjax.rollouts.server_events import Event, Splitter, read, with_data
 
@@ -292,3 +293,15 @@ def test_chunks_of_odd_shapes_take_nothing_from_those_beside_them(choice):
     assert found["token_ids"] == [1, 1] and found["logprobs"] == {"content": [{"a": 1}, {"a": 1}]}
     assert {"id": "c"} in found["message"]["tool_calls"]
     assert whole["token_ids"] == [1], "the events are as they were"
+
+
+@pytest.mark.parametrize(
+    ("upstream", "own"),
+    [
+        *(("http://127.0.0.1:8000", False), ("https://host/v1", False), ("https://host/openai/v1/", False)),
+        *(("https://host/vllm", False), ("https://v4.host", False)),
+        *(("https://host/api/v3", True), ("https://host/paas/v4/", True), ("https://host/v1beta/openai", True)),
+    ],
+)
+def test_which_addresses_have_a_version_in_the_place_of_v1(upstream, own):
+    assert has_own_version(upstream) == own

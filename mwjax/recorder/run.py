@@ -148,11 +148,13 @@ async def _serve(proxy: Proxy, host: str, port: int, grace: float, say: Callable
 
 
 def _greeting(proxy: Proxy, host: str, port: int) -> list[str]:
+    from mwjax.recorder.upstream import has_own_version
+
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     base = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
     return [
         f"recording {base} -> {proxy.settings.upstream} in {proxy.log.path}",
-        f"OPENAI_BASE_URL={base}/v1",
+        f"OPENAI_BASE_URL={base}{'' if has_own_version(proxy.settings.upstream) else '/v1'}",
         f"ANTHROPIC_BASE_URL={base}",
     ]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 from multidict import CIMultiDict
@@ -43,6 +43,7 @@ IDLE_CONNECTION_SECONDS = 3.0
 PROBE_SECONDS = 5.0
 # What a request can meet instead of an answer.
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+_OTHER_VERSION = re.compile(r"/v(?!1/?\Z)\d+\w*(/openai)?/?\Z")
 _QUOTED = re.compile(r"""\n|\\n|\bb\\?['"]|https?://""")
 
 
@@ -168,6 +169,11 @@ def _described(engine: Engine) -> str:
     if engine == "none":
         return "neither vLLM nor SGLang: recording without token ids"
     return {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+
+
+def has_own_version(upstream: str) -> bool:
+    """Whether an engine's address ends in another version than ``/v1``, which is then in the place of that."""
+    return _OTHER_VERSION.search(urlsplit(upstream).path) is not None
 
 
 def _base(upstream: str) -> str:
