@@ -71,6 +71,11 @@ def test_training_goes_to_the_bucket(config: str) -> None:
             "gs://b",
             "mesh: 8 of 16 devices used; on 4 hosts it must be all: mesh.fsdp=16 with",
         ),
+        (
+            ("c.yaml", "mesh.context=16", "data.row_length=1000"),
+            "gs://b",
+            r"mesh.context \(16\) must divide data.row_length \(1000\)",
+        ),
         (("none.yaml",), "gs://b", "no such file"),
     ],
 )
@@ -79,6 +84,15 @@ def test_what_would_fail_on_the_hosts_is_refused_before_they_cost_money(
 ) -> None:
     with pytest.raises((LaunchError, ConfigError), match=complaint):
         job.plan(MACHINES, words, bucket=bucket)
+
+
+@pytest.mark.parametrize("used", [3, 16])
+def test_one_host_runs_on_a_part_of_its_devices_that_divides_them(config: str, used: int) -> None:
+    one = replace(MACHINES, slice=topologies.find("v5litepod-8"))
+    rows = f"data.rows_per_microbatch={used}"
+    with pytest.raises(LaunchError, match=rf"mesh: {used} of 8 devices used; it must be all, or a number that divides"):
+        job.plan(one, [config, f"mesh.fsdp={used}", rows], bucket="gs://b")
+    assert job.plan(one, [config, "mesh.fsdp=4", "data.rows_per_microbatch=4"], bucket="gs://b").command
 
 
 def test_only_data_goes_over_slices(config: str) -> None:

@@ -90,6 +90,22 @@ def test_a_wrong_option_is_named_and_put_right(override: str, expected: str) -> 
     assert expected in line
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["data.row_length=1000"], "data.row_length (1000)"),
+        (["data.edges_per_row=100"], "data.edges_per_row (100)"),
+        (["data.method=sdcc", "data.teacher_row_length=4100"], "data.teacher_row_length (4100)"),
+        (["data.method=sdcc", "data.pairs_per_row=100"], "data.pairs_per_row (100)"),
+        (["evaluation.paths=b.jsonl", "evaluation.row_length=1000"], "evaluation.row_length (1000)"),
+    ],
+)
+def test_what_context_cuts_is_a_multiple_of_it(options: list[str], expected: str) -> None:
+    (line,) = errors("mesh.context=16", *options)
+    assert f"mesh.context (16) must divide {expected}" in line
+    load.load(None, [*REQUIRED, "mesh.context=4", *options])
+
+
 def test_all_errors_come_at_once() -> None:
     assert len(errors("data.rowlength=10", "optimizer.b1=2", "debug=maybe")) == 3
 

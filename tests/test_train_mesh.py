@@ -37,6 +37,16 @@ def test_only_data_goes_over_slices() -> None:
     assert sharding.slice_count([SimpleNamespace(platform="gpu", slice_index=number) for number in range(8)]) == 1
 
 
+def test_some_of_a_hosts_tpu_devices_must_divide_all() -> None:
+    """jax finds no block of 3 or 5 of 8, and with 6 XLA's compiler ends the process."""
+    devices = [SimpleNamespace(platform="tpu", slice_index=0)] * 8
+    for some in (3, 5, 6, 7):
+        with pytest.raises(ValueError, match=rf"fsdp {some} x .*: {some} of 8 TPU devices; take a number that divides"):
+            sharding.make_mesh(fsdp=some, devices=devices)
+    with pytest.raises(ValueError, match="16 devices wanted, 8 tpu found"):
+        sharding.make_mesh(fsdp=16, devices=devices)
+
+
 def test_every_row_lands_once_whatever_the_order_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes of four blocks each, in one: what each puts where its devices are is the batch, reordered."""
     asked: list[Callable[[tuple[slice, ...]], np.ndarray]] = []

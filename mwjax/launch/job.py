@@ -185,15 +185,16 @@ def _train(
 
 
 def _check_mesh(machines: Machines, mesh: MeshConfig) -> None:
-    """Several processes must use all their devices, see `mwjax.train.mesh.make_mesh`; and only ``data`` goes over
-    slices, see `mwjax.model.sharding.make_mesh`."""
+    """Several processes must use all their devices, see `mwjax.train.mesh.make_mesh`; one a number that divides them,
+    and only ``data`` goes over slices, see `mwjax.model.sharding.make_mesh`."""
     hosts = len(machines.hosts)
-    used, devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context, machines.slices * machines.slice.devices
-    if hosts > 1 and used != devices:
+    used, devices = mesh.devices, machines.slices * machines.slice.devices
+    if used != devices and (hosts > 1 or devices % used):
         several = f"mesh.data={machines.slices} " if machines.slices > 1 else ""
+        needed = f"on {hosts} hosts it must be all" if hosts > 1 else "it must be all, or a number that divides theirs"
         raise LaunchError(
-            f"mesh: {used} of {devices} devices used; on {hosts} hosts it must be all: {several}mesh.fsdp="
-            f"{machines.slice.devices} with data.rows_per_microbatch={devices}, for instance; mwjax plan says what fits"
+            f"mesh: {used} of {devices} devices used; {needed}: {several}mesh.fsdp={machines.slice.devices} with "
+            f"data.rows_per_microbatch={devices}, for instance; mwjax plan says what fits"
         )
     if mesh.data % machines.slices:
         raise LaunchError(

@@ -46,14 +46,16 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, *
     """A mesh with all four axes over the first ``data * fsdp * tensor * context`` of ``devices``.
 
     Where these are TPUs of several slices, ``data`` goes over the slices, the other axes stay within one: the network
-    between slices is far slower than the links within. Raises ValueError where ``data`` does not allow that, or where
-    there are fewer devices.
+    between slices is far slower than the links within. Raises ValueError where ``data`` does not allow that, where
+    there are fewer devices, and for a number of TPU devices that does not divide theirs.
     """
     shape = (data, fsdp, tensor, context)
     wanted = data * fsdp * tensor * context
+    sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape))
     if wanted > len(devices):
-        sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape))
         raise ValueError(f"mesh {sizes}: {wanted} devices wanted, {len(devices)} {devices[0].platform} found")
+    if devices[0].platform == "tpu" and len(devices) % wanted:  # jax makes no mesh of them, or XLA's compiler dies
+        raise ValueError(f"mesh {sizes}: {wanted} of {len(devices)} TPU devices; take a number that divides theirs")
     slices = slice_count(devices[:wanted])
     if data % slices:
         raise ValueError(

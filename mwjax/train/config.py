@@ -418,6 +418,7 @@ class RunConfig(Section):
                     f"mesh.data times mesh.fsdp ({spread}) must divide {name} ({count}): every device gets the same "
                     "number of rows"
                 )
+        self._check_context()
         self._check_best()
         idle = [name for name, value in EvaluationConfig() if value != getattr(self.evaluation, name)]
         if idle and not self.evaluation.paths:
@@ -425,6 +426,20 @@ class RunConfig(Section):
         if self.debug and self.mesh.devices > 1:
             raise ValueError("debug runs on one device: set every size of mesh to 1")
         return self
+
+    def _check_context(self) -> None:
+        """Whether ``mesh.context`` divides what it cuts."""
+        data, context = self.data, self.mesh.context
+        cut = {
+            "data.row_length": data.row_length,
+            "data.edges_per_row": data.edges_per_row,
+            "evaluation.row_length": self.evaluation.row_length,
+        }
+        if data.method == "sdcc" and self.loss.sdcc.peak:
+            cut |= {"data.teacher_row_length": data.teacher_row_length, "data.pairs_per_row": data.pairs_per_row}
+        for name, size in cut.items():
+            if size is not None and size % context:
+                raise ValueError(f"mesh.context ({context}) must divide {name} ({size}): every device gets its share")
 
     def _check_best(self) -> None:
         """Whether checkpoints fall on evaluated steps, where those decide which are the best."""

@@ -36,16 +36,15 @@ WHOLE = Share()  # all rows
 def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh of a run over the first devices there are.
 
-    Raises ValueError where there are fewer, or where a process would be left without a device.
+    Raises ValueError as `mwjax.model.sharding.make_mesh`, or where a process would be left without a device.
     """
     devices = jax.devices()
-    mesh = sharding.make_mesh(config.data, config.fsdp, config.tensor, config.context, devices=devices)
-    if jax.process_count() > 1 and mesh.size != len(devices):
+    if jax.process_count() > 1 and config.devices < len(devices):
         raise ValueError(
-            f"mesh: {mesh.size} of {len(devices)} devices used; with {jax.process_count()} processes it must be all: "
-            "raise mesh.data or mesh.fsdp"
+            f"mesh: {config.devices} of {len(devices)} devices used; with {jax.process_count()} processes it must be "
+            "all: raise mesh.data or mesh.fsdp"
         )
-    return mesh
+    return sharding.make_mesh(config.data, config.fsdp, config.tensor, config.context, devices=devices)
 
 
 @lru_cache
