@@ -195,6 +195,8 @@ def test_a_stream_with_ids_may_be_its_text_or_its_chunks(tmp_path):
         _, (rollout,) = imported([{"request": {"messages": MESSAGES}, "response": response}], tmp_path)
         assert ids_of(rollout) == [(PROMPT, FIRST)]
         assert rollout.turns[0].logprobs.tolist() == [-0.5] * 3 and rollout.turns[0].finish_reason == "stop"
+    _, (rollout,) = imported([{"request": {"messages": MESSAGES}, "response": chunks[:-1]}], tmp_path)
+    assert ids_of(rollout) == [(PROMPT, FIRST[:-1])] and not rollout.turns[0].trainable
 
 
 def test_an_answer_that_broke_off_is_context_only_and_said_so(tmp_path):

@@ -564,6 +564,38 @@ def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_st
     assert rollout.meta["cut_off_turns"] == [0] and any("the answer broke off" in other.reason for other in others)
 
 
+CUT_STREAMS = {
+    "chat.completions": [
+        {"id": "r1", "choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]}
+        for part in ("Rope", " a")
+    ],
+    "messages": [
+        {"type": "message_start", "message": {"id": "m1", "type": "message", "content": [], "stop_reason": None}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Rope a"}},
+    ],
+    "responses": [
+        {"type": "response.created", "response": {"object": "response", "id": "r1", "status": "in_progress"}},
+        {"type": "response.output_item.added", "output_index": 0, "item": {**text_item(""), "content": []}},
+        *(
+            {"type": "response.output_text.delta", "output_index": 0, "content_index": 0, "delta": part}
+            for part in ("Rope", " a")
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("endpoint", CUT_STREAMS)
+def test_a_stream_that_broke_off_is_context_only_and_has_no_stop_token(tmp_path, endpoint):
+    asked = {"input": GO} if endpoint == "responses" else {"messages": GO[1:]}
+    stream = "".join(f"data: {json.dumps(payload)}\n\n" for payload in CUT_STREAMS[endpoint])
+    (rollout,), others = read(write(tmp_path, [{"request": {"model": "m", **asked}, "response": stream}]))
+    (turn,) = rollout.turns
+    assert (turn.trainable, turn.purpose) == (False, "cut_off")
+    assert rendering_for("test", OPTIONS).decode(turn.completion_ids.tolist()) == "Rope a"
+    assert any("the answer broke off" in other.reason for other in others)
+
+
 def test_requests_and_responses_may_be_text_or_lie_under_a_body(tmp_path):
     plain = chat(GO, said("Rope."), "r1")
     request, response = plain["request"], plain["response"]

@@ -75,7 +75,7 @@ def calls_of(
                 identity=None if name is None else (name, each.choice),
                 asked=said,
                 answer=answered(endpoint, response, each.choice),
-                cut_off=cut_off,
+                cut_off=cut_off or unfinished(endpoint, response, each.choice),
             )
         )
     check_usage(usage, len(prompt), sum(len(call.completion_ids) for call in calls))
@@ -92,3 +92,13 @@ def finish_reason(endpoint: Endpoint, response: Mapping[str, Any], choice: int) 
     else:
         found = next((each.get("finish_reason") for each in choices(response, choice)), None)
     return found if isinstance(found, str) else None
+
+
+def unfinished(endpoint: Endpoint, response: Mapping[str, Any], choice: int) -> bool:
+    """Whether the response itself says that it is not whole: a stream that broke off, or one that is still made. Until
+    its end a stream has null in place of the reason, which a log that leaves the reason out has not."""
+    if endpoint == "responses":
+        return response.get("status") in ("in_progress", "queued")
+    name = "stop_reason" if endpoint == "messages" else "finish_reason"
+    places = [response] if endpoint == "messages" else choices(response, choice)
+    return any(name in each and each[name] is None for each in places)

@@ -17,6 +17,7 @@ from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.chains import conversations, without_copies
 from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.exchange import unfinished
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.rendered import rendered_call, rendered_meta, rendered_remarks
 from mwjax.rollouts.readers.seen import Seen
@@ -189,7 +190,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             identity=None if name is None else (name, index),
             options=variables if isinstance(variables, dict) else {},
             hidden=_hides(response, answer),
-            cut_off=exchange.cut_off,
+            cut_off=exchange.cut_off or unfinished(endpoint, response, index),
             time=exchange.time,
         )
 
