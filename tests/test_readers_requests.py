@@ -342,6 +342,13 @@ def test_anthropic_messages_read_as_chat(tmp_path):
     assert "<think>\nI look.\n</think>" in shown and "<|im_start|>tool\nrope<|im_end|>" in shown
 
 
+def test_an_answer_in_several_blocks_is_one_text(tmp_path):
+    blocks = [{"type": "text", "text": part} for part in ("The north sells ", "rope", ".")]
+    (rollout,), _ = read(write(tmp_path, [anthropic([user("Go")], blocks, "m1")]))
+    text = rendering_for("test", OPTIONS).decode(rollout.turns[0].completion_ids.tolist())
+    assert text.startswith("The north sells rope.")
+
+
 def test_hidden_thinking_makes_the_context_incomplete(tmp_path):
     blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Rope."}]
     (rollout,), _ = read(write(tmp_path, [anthropic([user("Go")], blocks, "m1")]))

@@ -130,7 +130,8 @@ def from_anthropic(value: Any, field: str) -> list[Message]:
         elif kind != "redacted_thinking":
             raise RecordError(where, f"is a block of kind {kind!r}; only text can become token ids")
     if value["role"] != "user" or texts or not results:
-        results.append(message(value["role"], "\n".join(texts), reasoning="\n".join(reasoning), calls=calls))
+        between = "" if value["role"] == "assistant" else "\n"  # an answer with citations is one text in many blocks
+        results.append(message(value["role"], between.join(texts), reasoning="\n".join(reasoning), calls=calls))
     return results
 
 
