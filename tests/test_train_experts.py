@@ -124,7 +124,17 @@ def test_a_run_writes_what_the_routers_do_and_adds_the_term(tmp_path: Path) -> N
     assert 0 < balanced["router_load_entropy"] < 1 < balanced["router_load_max"] <= 4 / 2
 
 
-def test_steps_of_one_and_of_several_micro_batches_are_one_program(tmp_path: Path) -> None:
+def test_steps_of_one_and_of_several_micro_batches_are_one_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no step puts an array of the host on all devices by `jax.device_put`, which waits for all processes."""
+    put = jax.device_put
+
+    def no_numpy(tree: Any, *rest: Any, **options: Any) -> Any:
+        assert not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+        return put(tree, *rest, **options)
+
+    monkeypatch.setattr(jax, "device_put", no_numpy)
     write(tmp_path)
     settings = ("model.small.family=qwen3_moe", "loss.router_auxiliary=0.1", "data.rollouts_per_step=2")
     settings += ("data.row_length=48", "data.edges_per_row=48", "data.rows_per_microbatch=1", "data.epochs=1")

@@ -113,9 +113,13 @@ def _balance(step: Step, params: Params, placed: Sequence[Batch], denominator: n
     """What the load-balancing term needs; of several micro-batches the sums have to be there before any gradient, which
     takes a forward pass. One alone gets zeros: the same program serves steps of one and of several."""
     if len(placed) == 1:
-        shapes = jax.eval_shape(step.routing, params, placed[0].rows)
-        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        return Balance(denominator, jax.device_put(zeros, replicated(mesh)))
+
+        def zeros(leaf: Any) -> jax.Array:
+            # Not by jax.device_put: of several processes, it waits for all to have the same to put.
+            everywhere, nothing = replicated(mesh), np.zeros(leaf.shape, leaf.dtype)
+            return jax.make_array_from_callback(leaf.shape, everywhere, lambda _: nothing)
+
+        return Balance(denominator, jax.tree.map(zeros, jax.eval_shape(step.routing, params, placed[0].rows)))
     sums = [step.routing(params, batch.rows) for batch in placed]
     return Balance(denominator, jax.tree.map(lambda *parts: sum(parts), *sums))
 
