@@ -561,6 +561,9 @@ def test_episodes_that_share_a_key_are_rollouts_of_their_own(tmp_path):
     ]
     (rollout,), _ = read(write(tmp_path, [recorded(each, k, "header x-session-id") for k, each in enumerate(log)]))
     assert (rollout.id, len(rollout.turns)) == ("k7", 4)
+    named = Options(tokenizer=OPTIONS.tokenizer, template=OPTIONS.template, session_by="session")
+    (rollout,), _ = read(write(tmp_path, [recorded(each, k) for k, each in enumerate(log)]), named)
+    assert (rollout.id, len(rollout.turns)) == ("k7", 4)
 
 
 def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_stop_token(tmp_path):

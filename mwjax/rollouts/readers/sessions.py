@@ -24,7 +24,10 @@ from mwjax.rollouts.record import Rollout
 
 LATEST_TIME = 1e11
 BROKE_OFF = "the answer broke off, so the harness did not act on it; kept as context only"
-SEVERAL = "a session without a name of its own held several conversations; each is a rollout"
+SEVERAL = (
+    "a session without a name of its own held several conversations, or parts of one; each is a rollout, unless "
+    "--session-by names a field that says which belong together"
+)
 TRUNCATED = ("length", "max_tokens", "MAX_TOKENS", "max_output_tokens")  # why a completion ended at its token limit
 
 
