@@ -171,6 +171,24 @@ def test_a_recorded_call_gives_what_the_engine_sampled(engine, stream, tmp_path)
     assert ("sampled at temperature 0.9" in result.account()) == (kind == "raw")
 
 
+def test_a_request_of_several_prompts_is_refused(tmp_path):
+    choices = [
+        {"index": k, "text": "x", "token_ids": [5 + k], "prompt_token_ids": [1, 2 + k], "finish_reason": "stop"}
+        for k in (0, 1)
+    ]
+    result, _ = imported([{"request": {"prompt": ["a", "b"]}, "response": {"choices": choices}}], tmp_path)
+    assert [(each.field, each.reason) for each in result.refused] == [
+        (
+            "choices[1].prompt_token_ids",
+            "is another prompt than the first choice's: a request of several prompts; log one a record",
+        )
+    ]
+    for choice in choices:
+        choice["prompt_token_ids"] = [1, 2]
+    _, (rollout,) = imported([{"request": {"prompt": "a"}, "response": {"choices": choices}}], tmp_path)
+    assert ids_of(rollout) == [([1, 2], [5]), ([1, 2], [6])]
+
+
 def test_a_stream_with_ids_may_be_its_text_or_its_chunks(tmp_path):
     chunks = [
         {"id": "a", "prompt_token_ids": PROMPT, "choices": [{"index": 0, "delta": {"role": "assistant"}}]},

@@ -293,6 +293,7 @@ def test_what_was_said_before_a_previous_response_stays_but_not_its_instructions
         (responses("Go", [text_item("Salt.")], "r2", conversation="conv_1"), "kept on the server"),
         (responses([{"type": "compaction", "encrypted_content": "x"}], [text_item("a")], "r"), "encrypted compaction"),
         (responses([{"type": "item_reference", "id": "x"}], [text_item("a")], "r"), "stored on the server"),
+        (responses([{"type": "message", "content": "x"}], [text_item("a")], "r"), "it has no role"),
         (
             {
                 "request": {"model": "m", "messages": [user("Go")], "context_management": {}},

@@ -155,7 +155,9 @@ def from_responses(items: Any, field: str) -> list[Message]:
             continue
         if kind == "message" and item.get("role") != "assistant":
             open_answer = None
-            result.append(message(str(item.get("role")), text_of(item.get("content"), f"{where}.content")))
+            if not isinstance(item.get("role"), str):
+                raise RecordError(where, "is no message: it has no role")
+            result.append(message(item["role"], text_of(item.get("content"), f"{where}.content")))
             continue
         if kind not in ("message", "reasoning", "function_call", "custom_tool_call", "local_shell_call"):
             raise RecordError(where, _no_message(kind))

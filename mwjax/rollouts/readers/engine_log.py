@@ -25,7 +25,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mwjax.rollouts.engine_ids import Endpoint, prompt_ids, sampled
+from mwjax.rollouts.engine_ids import Endpoint, choices_of, prompt_ids, sampled
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described
 from mwjax.rollouts.http_calls import FORMAT
@@ -128,6 +128,10 @@ def _calls(
     """Raises RecordError."""
     endpoint = _endpoint(response)
     prompt = prompt_ids(endpoint, response)
+    for place, choice in enumerate(choices_of(response)):
+        if choice.get("prompt_token_ids") not in (None, prompt):
+            reason = "is another prompt than the first choice's: a request of several prompts; log one a record"
+            raise RecordError(f"choices[{place}].prompt_token_ids", reason)
     if prompt is None:
         given = [request.get(name) for name in ("input_ids", "token_ids", "prompt_token_ids", "prompt")]
         prompt = next((ids for ids in given if isinstance(ids, list)), None)
