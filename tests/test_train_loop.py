@@ -33,8 +33,8 @@ def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """SIGTERM while that step runs: the row of the one before is being written then."""
     append = metrics_log.append
 
-    def append_and_stop(run_dir: Any, row: Any) -> None:
-        append(run_dir, row)
+    def append_and_stop(run_dir: Any, row: Any, file: str) -> None:
+        append(run_dir, row, file)
         if row["step"] == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,8 +1,8 @@
 """Checkpoints: the only module that knows Orbax. One step directory holds the state and the data position together.
 
-Orbax writes a step under a temporary name and renames it when all of it is there, so that a killed run leaves whole
-steps only. It does not notice a byte that changes on the disk later: the position holds a checksum of every array, and
-one of itself.
+Orbax writes a step under a temporary name and renames it when all of it is there (in a bucket, it adds a file that says
+so): a killed run leaves whole steps only. It does not notice a byte that changes on the disk later: the position holds
+a checksum of every array, and one of itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from mwjax.model.sharding import host_device
+from mwjax.rollouts.storage import is_local
 from mwjax.train import agreement
 from mwjax.train.quiet import quiet
 from mwjax.train.state import TrainState, checksums
@@ -71,7 +72,7 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: epath.PathLike, fingerprint: Fingerprint, keep: int, best: int = 0) -> None:
-        self.folder = epath.Path(run_dir).resolve() / FOLDER
+        self.folder = absolute(run_dir) / FOLDER
         self.fingerprint = dict(fingerprint)
         self._lowest = _Lowest(best)
         policy = checkpoint_managers.AnyPreservationPolicy([checkpoint_managers.LatestN(keep), self._lowest])
@@ -224,10 +225,15 @@ def compare(saved: Fingerprint, current: Fingerprint, where: str) -> None:
         )
 
 
+def absolute(path: epath.PathLike) -> epath.Path:
+    """As Orbax needs it. A name in a bucket is so already: `resolve` would put the working directory before it."""
+    return epath.Path(path).resolve() if is_local(path) else epath.Path(path)
+
+
 def locate(path: epath.PathLike) -> tuple[epath.Path, int]:
     """Run directory and step meant by ``path``: a run directory (its newest step), its ``checkpoints`` folder or one of
     the steps in there. Raises ``FileNotFoundError`` when there is no such checkpoint."""
-    given = epath.Path(path).expanduser().resolve()
+    given = absolute(epath.Path(path).expanduser())
     if given.parent.name == FOLDER and given.name.isdigit():
         run_dir, step = given.parent.parent, int(given.name)
         return run_dir, _chosen(run_dir, step)
@@ -241,7 +247,7 @@ def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
 
     Raises ``FileNotFoundError`` when there is no such checkpoint and ``CheckpointUnreadable`` when it is damaged.
     """
-    folder = epath.Path(run_dir).resolve() / FOLDER / str(_chosen(run_dir, step))
+    folder = absolute(run_dir) / FOLDER / str(_chosen(run_dir, step))
     saved = _position(folder)["checksums"]
     with _readable(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         tree = reader.metadata(folder / "state").item_metadata.tree
@@ -256,12 +262,12 @@ def load_params(run_dir: epath.PathLike, step: int | None = None) -> Any:
 
 def load_fingerprint(run_dir: epath.PathLike, step: int | None = None) -> Fingerprint:
     """What determined the numbers of a run's checkpoint (default: the newest). Raises as `load_params`."""
-    return _position(epath.Path(run_dir).resolve() / FOLDER / str(_chosen(run_dir, step)))["fingerprint"]
+    return _position(absolute(run_dir) / FOLDER / str(_chosen(run_dir, step)))["fingerprint"]
 
 
 def best(run_dir: epath.PathLike, scores: Scores) -> int:
     """The step of a run's checkpoint with the lowest score. Raises ``FileNotFoundError`` where none has one."""
-    folder = epath.Path(run_dir).resolve() / FOLDER
+    folder = absolute(run_dir) / FOLDER
     found = ranked(_steps(folder), scores)
     if not found:
         raise FileNotFoundError(f"{folder}: no checkpoint there has a score: none was evaluated at its step")
@@ -298,7 +304,7 @@ def _readable(folder: epath.Path) -> Iterator[None]:
     with quiet():
         try:
             yield
-        except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+        except (CheckpointUnreadable, MemoryError, PermissionError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:
             _let_go(error)
@@ -336,7 +342,7 @@ def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:
 
     Raises ``FileNotFoundError`` when there is no such checkpoint.
     """
-    folder, chosen = epath.Path(run_dir).resolve() / FOLDER, _chosen(run_dir, step)
+    folder, chosen = absolute(run_dir) / FOLDER, _chosen(run_dir, step)
     with _manager(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         template = jax.tree.map(
@@ -348,7 +354,7 @@ def load(run_dir: epath.PathLike, step: int | None = None) -> dict[str, Any]:
 
 def _chosen(run_dir: epath.PathLike, step: int | None) -> int:
     """``step``, or the newest where it is None; FileNotFoundError where there is none."""
-    folder = epath.Path(run_dir).resolve() / FOLDER
+    folder = absolute(run_dir) / FOLDER
     steps = _steps(folder)
     if not steps or (step is not None and step not in steps):
         held = f"it holds the steps {', '.join(map(str, steps))}" if steps else "it holds none"
@@ -357,7 +363,9 @@ def _chosen(run_dir: epath.PathLike, step: int | None) -> int:
 
 
 def _steps(folder: epath.Path) -> list[int]:
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.exists() else []
+    """The steps that were saved completely."""
+    named = [entry for entry in folder.iterdir() if entry.name.isdigit()] if folder.exists() else []
+    return sorted(int(entry.name) for entry in named if ocp.utils.is_checkpoint_finalized(entry))
 
 
 def _manager(

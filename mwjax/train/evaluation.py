@@ -196,6 +196,7 @@ class Evaluations:
         self.config, self.total, self.held, self.evaluate, self.show = config, total, held, evaluate, show
         # All processes have to evaluate at the same steps, whatever their caches show of the file.
         self.rows = agreement.of_leader(metrics_log.read(config.run_dir, metrics_log.EVALUATION, begun))
+        self._kept = metrics_log.Kept(config.run_dir, self.rows, metrics_log.EVALUATION)
 
     @property
     def newest(self) -> dict[str, Any] | None:
@@ -216,7 +217,8 @@ class Evaluations:
         row = {"step": step, **found}
         self.rows.append(row)
         if leads():
-            metrics_log.append(self.config.run_dir, row, metrics_log.EVALUATION)
+            self._kept.added()
+            self._kept.keep()
         self.show(row)
         return True
 

@@ -70,7 +70,7 @@ def export(
     if (epath.Path(path) / "config.json").exists():
         raise ExportError(f"{path}: this is a model folder already; give a run directory or a checkpoint in it")
     run_dir, step = checkpoint.locate(path)
-    if best and epath.Path(path).expanduser().resolve().parent.name == checkpoint.FOLDER:
+    if best and checkpoint.absolute(epath.Path(path).expanduser()).parent.name == checkpoint.FOLDER:
         raise ExportError(f"{path}: names a step already; give the run directory to export its best checkpoint")
     step = _best(run_dir) if best else step
     model.check_free(folder, overwrite)

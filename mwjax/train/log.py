@@ -52,6 +52,7 @@ class Log:
         self.tracked, self.stop, self.shown = tracked, stop, False
         self.evaluations = _evaluations(config, made, reporter, tracked, begun)
         self.rows = metrics_log.read(config.run_dir, until=begun)
+        self.kept = metrics_log.Kept(config.run_dir, self.rows)
         # All at once: a schedule evaluated on a device waits for the step under way.
         self.rates = np.asarray(jax.vmap(learning_rate(config.optimizer, made.total))(np.arange(made.total)))
         self.pending: tuple[dict[str, Any], Outcome] | None = None
@@ -79,16 +80,22 @@ class Log:
         }
         self.rows.append(row)
         if leads():
-            metrics_log.append(self.config.run_dir, row)
+            self.kept.added()
         self.reporter.step(row)
         self.tracked.add("train", row)
         for name in ("loss", "gradient_norm"):
             if row[name] is not None and not math.isfinite(row[name]):
+                self.kept.keep()
                 raise TrainingDiverged(
                     f"step {row['step']}: {name} is {row[name]}; nothing of it is saved, checkpoints in "
                     f"{self.config.run_dir} are of earlier steps. Lower optimizer.learning_rate, or look for the "
                     "operation with --debug"
                 )
+
+    def keep(self) -> None:
+        """As `flush`; and all rows are on the disk, as a checkpoint of their last step needs them."""
+        self.flush()
+        self.kept.keep()
 
     def evaluate(self, step: int, params: Any) -> bool:
         """Evaluates the (trained) weights after ``step`` steps if that is due. Its time is not the next step's. False

@@ -190,7 +190,7 @@ def _steps(
         stopping = stop.soon()  # asked once: a signal may come at any time
         stopping = stopping or not log.evaluate(done, current.params)
         if done == made.total or stopping or (every and done % every == 0):
-            log.flush()  # and stop here if the loss is not finite: such weights are not worth keeping
+            log.keep()  # and stop here if the loss is not finite: such weights are not worth keeping
             by = config.checkpoint
             checkpoints.save(done, current, log.scores(by.best_by) if by.best else {})
             log.write_card()

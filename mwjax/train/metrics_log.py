@@ -5,27 +5,60 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
+from mwjax.rollouts.storage import is_local
 from mwjax.train import whole_file
 
 FILE = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
+PAUSE = 30.0  # seconds between two writes of a file that cannot grow
+
+
+class Kept:
+    """The rows of a run, a list that it adds to, and their file. A local file grows with every row. An object in a
+    bucket cannot (gcsfs empties one that is opened to append): it is written anew, now and then."""
+
+    def __init__(self, run_dir: epath.PathLike, rows: Sequence[Mapping[str, Any]], file: str = FILE) -> None:
+        self._run_dir, self._rows, self._file = run_dir, rows, file
+        self._behind, self._written = False, time.monotonic()
+
+    def added(self) -> None:
+        """The last of the rows is new."""
+        if is_local(self._run_dir):
+            append(self._run_dir, self._rows[-1], self._file)
+            return
+        self._behind = True
+        if time.monotonic() - self._written > PAUSE:
+            self.keep()
+
+    def keep(self) -> None:
+        """Returns when all rows are in the file."""
+        if self._behind:
+            write(self._run_dir, self._rows, self._file)
+            self._behind, self._written = False, time.monotonic()
 
 
 def append(run_dir: epath.PathLike, row: Mapping[str, Any], file: str = FILE) -> None:
-    """Adds one row. Numbers JSON cannot write (NaN, infinity) become null. Raises OSError with the file's name."""
+    """Adds one row to a local file. Numbers JSON cannot write (NaN, infinity) become null. Raises OSError with the
+    file's name."""
     path = epath.Path(run_dir) / file
     try:
         with path.open("a") as out:
-            out.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+            out.write(_line(row))
     except OSError as error:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error  # of a full disk
+
+
+def write(run_dir: epath.PathLike, rows: Sequence[Mapping[str, Any]], file: str = FILE) -> None:
+    """Puts ``rows`` in place of all there are, at once."""
+    whole_file.write(epath.Path(run_dir) / file, "".join(map(_line, rows)))
 
 
 def read(run_dir: epath.PathLike, file: str = FILE, until: int | None = None) -> list[dict[str, Any]]:
@@ -51,9 +84,12 @@ def scores(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 def truncate(run_dir: epath.PathLike, step: int, file: str = FILE) -> None:
     """Keeps the rows of steps up to ``step``: what followed is about to be computed again."""
-    path = epath.Path(run_dir) / file
-    if path.exists():
-        whole_file.write(path, "".join(json.dumps(row) + "\n" for row in read(run_dir, file, step)))
+    if (epath.Path(run_dir) / file).exists():
+        write(run_dir, read(run_dir, file, step), file)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({key: _finite(value) for key, value in row.items()}) + "\n"
 
 
 def _finite(value: Any) -> Any:
