@@ -259,7 +259,7 @@ def _verb(call: list[str]) -> str:
     return next((verb for sign, verb in known.items() if sign in script), "probe")
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -203,7 +203,7 @@ def test_xpk(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         *("--cluster=c", "--workload=a", "--tpu-type=v6e-16", "--num-slices=2", "--zone=z", "--project=p"),
         *("--base-docker-image=python:3.12", f"--script-dir={scripts}"),
         *("--env=PYTHONUNBUFFERED=1", "--env=JAX_COMPILATION_CACHE_DIR=gs://b/compilation-cache"),
-        *("--max-restarts=20", f"--command={command}"),
+        *("--max-restarts=20", "--restart-on-exit-codes=75", f"--command={command}"),
     ]
 
 
@@ -229,6 +229,20 @@ def test_a_log_is_read_once_however_often_its_connection_breaks(
     expected = log.decode().split("\n")
     assert read == (expected if expected[-1] else expected[:-1])
     assert reader.end == (3, True)
+
+
+def test_a_job_whose_status_found_no_room_on_the_disk_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / remote.FOLDER
+    folder.mkdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name, text in (("pid", str(ended.pid)), ("log", "last words\n"), ("status", "")):
+        (folder / name).write_text(text)
+    home = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", remote.follow(0)], env=home, stdout=subprocess.PIPE, timeout=60)
+    reader = LogReader()
+    assert [line for raw in io.BytesIO(done.stdout) for line in reader.take(raw)] == ["last words"]
+    assert reader.end == (None, False)
 
 
 def test_a_progress_bar_is_its_last_state() -> None:

@@ -36,8 +36,7 @@ def test_from_nothing_to_the_end(cloud: Cloud, capsys: pytest.CaptureFixture[str
     verbs = cloud.verbs()
     assert verbs[:7] == ["describe", "describe", "create", *["describe"] * 4]
     assert verbs[7:13] == ["prepare", "scp", "install", "install", "start", "start"]
-    assert verbs[13:15] == ["follow", "follow"]
-    assert set(verbs[15:]) <= {"describe"}
+    assert [verb for verb in verbs[13:] if verb != "describe"] == ["follow", "follow"]
     create = cloud.calls()[2]
     assert create == shlex.split(
         "gcloud compute tpus queued-resources create job --node-id=job --accelerator-type=v5p-16 "
@@ -108,7 +107,7 @@ echo "life $(ls "$FAKE_CLOUD/gone" 2>/dev/null | wc -l)"
 if [ ! -d "$FAKE_CLOUD/gone" ]; then
   if [ "$HOST" = job.0 ]; then
     until [ "$(grep -c mwjax-log "$FAKE_CLOUD/calls.jsonl")" -ge 2 ]; do sleep 0.1; done  # its log is being read
-    sleep 0.5; touch "$FAKE_CLOUD/taken"
+    sleep 1; touch "$FAKE_CLOUD/taken"
   fi
   exec sleep 60
 fi
@@ -177,24 +176,39 @@ def summary(step: int, *, stopped: bool) -> str:
     return result.summary()
 
 
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [(5, "saved; the same command continues"), (0, "nothing to save yet; the same command begins again")],
+)
 def test_a_run_that_was_told_to_stop_is_not_taken_for_finished(
-    cloud: Cloud, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cloud: Cloud, capsys: pytest.CaptureFixture[str], tmp_path: Path, step: int, words: str
 ) -> None:
     """Both end with status 0; the last words of `mwjax train` tell them apart."""
     cloud.write("hosts_per_slice.json", 1)
-    (tmp_path / "stopped.txt").write_text(summary(5, stopped=True) + "\n")
+    (tmp_path / "stopped.txt").write_text(summary(step, stopped=True) + "\n")
     (tmp_path / "finished.txt").write_text(summary(10, stopped=False) + "\n")
     job = "if mkdir ran; then cat stopped.txt; else cat finished.txt; fi"
     options = ("--file", "stopped.txt", "--file", "finished.txt")
     assert launch(cloud, *shell(job), options=options, tpu="v5p-8") == 0
     said = capsys.readouterr()
     assert [line for line in lines_of(said.out, "0") if "step" in line] == [
-        "gs://b/job: step 5 of 10, saved; the same command continues",
+        f"gs://b/job: step {step} of 10, {words}",
         "gs://b/job: step 10 of 10",
     ]
     assert "the job was interrupted on host 0; restart 1" in said.err
     verbs = cloud.verbs()
     assert (verbs.count("create"), verbs.count("start")) == (1, 2)  # the machines are still there
+
+
+def test_a_lost_process_and_sigterm_before_training_are_no_failure(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The queue may show only much later that machines were taken away."""
+    job = 'mkdir ran 2>/dev/null || { echo well; exit 0; }; [ "$HOST" = job.0 ] && exit 75; exit 143'
+    assert launch(cloud, *shell(job)) == 0
+    said = capsys.readouterr()
+    assert "the job was interrupted on host 0, 1; restart 1" in said.err
+    assert lines_of(said.out, "0") == lines_of(said.out, "1") == ["well"]
 
 
 @pytest.mark.slow
@@ -265,6 +279,19 @@ def test_machines_that_are_there_are_used(cloud: Cloud, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
+def test_what_an_installation_that_failed_left_is_not_used(cloud: Cloud) -> None:
+    assert launch(cloud, *shell("true")) == 0
+    uv = cloud.host("job.1") / "bin" / "uv"
+    works = uv.read_text()
+    uv.write_text(works + '[ "$1" != pip ]\n')
+    assert launch(cloud, *shell("true"), options=("--python", "3.13")) == 2
+    uv.write_text(works)
+    assert launch(cloud, *shell("true")) == 0
+    made = [line for line in (uv.parent.parent / "uv.log").read_text().splitlines() if line.startswith("venv")]
+    assert [line.split()[4] for line in made] == ["3.12", "3.13", "3.12"]
+
+
+@pytest.mark.slow
 def test_machines_of_another_kind_are_left_alone(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(cloud, *shell("true")) == 0
     assert launch(cloud, *shell("true"), tpu="v5p-32") == 2
@@ -328,7 +355,7 @@ def test_ctrl_c_leaves_the_job_running(cloud: Cloud, sent: signal.Signals) -> No
     first = background(cloud, *shell(LONG))
     wait_until(lambda: log(cloud, "job.0").count("\n") > 3 and log(cloud, "job.1"))
     first.send_signal(sent)
-    _, err = first.communicate(timeout=8)
+    _, err = first.communicate(timeout=30)
     assert first.returncode == 130
     assert "left; what runs on the machines goes on" in err
     before = log(cloud, "job.0")
@@ -344,7 +371,7 @@ def test_the_same_command_follows_a_running_job_without_starting_it(cloud: Cloud
     second = background(cloud, *shell(LONG))
     wait_until(lambda: cloud.verbs().count("follow") == 4)
     (cloud.folder / "enough").touch()
-    out, err = second.communicate(timeout=20)
+    out, err = second.communicate(timeout=60)
     assert second.returncode == 0
     assert "is running there already: following it" in err
     assert lines_of(out, "0")[0] == "line 1"  # from the beginning
@@ -367,7 +394,7 @@ def test_another_job_is_not_disturbed_and_stop_lets_it_save(
     assert "job: ACTIVE, 1 x v5p-16: 8 chips (v5p:2x2x2) on 2 hosts of 4 chips" in shown
     assert "host 1: running " in shown
     assert status("launch", "job", *WHERE, "--stop") == 0
-    out, err = first.communicate(timeout=20)
+    out, err = first.communicate(timeout=60)
     assert first.returncode == 0
     for worker in ("0", "1"):
         assert [line for line in lines_of(out, worker) if line != "Terminated"] == ["up", "saved"]
@@ -384,7 +411,7 @@ def test_a_job_on_some_hosts_only_is_started_anew(cloud: Cloud) -> None:
     second = background(cloud, *shell(LONG))
     wait_until(lambda: cloud.verbs().count("start") == 4)
     (cloud.folder / "enough").touch()
-    _, err = second.communicate(timeout=30)
+    _, err = second.communicate(timeout=60)
     assert second.returncode == 0
     assert "the job runs on some hosts only: stopping it there" in err
     assert cloud.verbs().count("create") == 1

@@ -51,6 +51,7 @@ def install(job: Job, wheel: str, digest: str) -> str:
             f"set -e; {_ENTER}",
             *_leave_alone(job),
             f'if [ "$(cat installed 2>/dev/null)" = {tag} ]; then exit 0; fi',
+            "rm -f installed",
             'export PATH="$HOME/.local/bin:$PATH" PIP_BREAK_SYSTEM_PACKAGES=1',
             "command -v uv >/dev/null || python3 -m pip install --quiet --user uv",
             f"uv venv --quiet --clear --python {shlex.quote(job.python)} venv",
@@ -99,8 +100,8 @@ def follow(offset: int) -> str:
             f"{_ENTER} || exit 1",
             f"printf '{_OCTAL}log {offset}\\n'",
             f'tail -c +{offset + 1} -s 0.2 --pid="$(cat pid)" -f log 2>/dev/null',
-            'status="$(cat status 2>/dev/null || echo lost)"',
-            f'printf \'{_OCTAL}end %s %s\\n\' "$status" "$(if [ -f stopped ]; then echo stopped; fi)"',
+            'status="$(cat status 2>/dev/null)"',  # empty where the disk was full
+            f'printf \'{_OCTAL}end %s %s\\n\' "${{status:-lost}}" "$(if [ -f stopped ]; then echo stopped; fi)"',
         ]
     )
 

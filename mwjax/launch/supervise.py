@@ -14,9 +14,12 @@ from mwjax.launch.job import Host, Job, LaunchError, Machines
 from mwjax.launch.rented import say
 from mwjax.launch.stream import Dropped, Ended, Line, Streams
 from mwjax.launch.wheel import Wheel
+from mwjax.train import ending, stop
 
 # How `mwjax train` ends its output: `train.loop.TrainResult.summary`.
-SUMMARY = re.compile(r": step (?P<step>\d+) of (?P<total>\d+)(?P<saved>, saved; the same command continues)?$")
+SUMMARY = re.compile(r": step \d+ of \d+(?P<stopped>, .*; the same command (continues|begins again))?$")
+# Statuses after which the same command goes on: another process was lost; SIGTERM came before training began.
+GOES_ON = (ending.LOST, stop.StoppedEarly.status)
 
 
 class OutOfReach(LaunchError):
@@ -176,15 +179,15 @@ def _follow(machines: Machines, poll: float, act: bool = True) -> End:
 
 
 def _verdict(event: Ended, summary: re.Match[str] | None) -> str:
-    """How the job ended on one host. A run that was told to stop has saved its state and ends with status 0, as one
-    that is finished does: its last line tells them apart. Status 1 is mwjax's for a finished run that left input out.
+    """How the job ended on one host. A run that was told to stop ends with status 0, as one that is finished does: its
+    last line tells them apart. Status 1 is mwjax's for a finished run that left input out.
     """
     if event.stopped:
         return "stopped"
-    if event.status is None:
+    if event.status is None or event.status in GOES_ON:
         return "interrupted"
     if event.status in (0, 1) and summary:
-        return "interrupted" if summary["saved"] else "done"
+        return "interrupted" if summary["stopped"] else "done"
     return "done" if event.status == 0 else "failed"
 
 

@@ -4,8 +4,8 @@ The cluster, made by ``xpk cluster create``, decides on spot or reserved capacit
 into a container image and runs one command in every container; ours holds the wheel and the job's files.
 Flags as in xpk's src/xpk/parser/workload.py at 367c838 (June 2026). Not run on GKE.
 
-xpk restarts a workload whose command ends with 42 or 127 to 255, and one whose nodes were taken away. A run that was
-told to stop saves its state and ends with 0, which GKE takes for the end: submit the same command once more.
+xpk restarts a workload whose command ends with 42, 127 to 255 or our status for a lost process, and one whose nodes
+were taken away: the run goes on from its last checkpoint. SIGTERM ends the shell that xpk starts, unheard by the run.
 
 Secrets go by name in ``--env-file``, which cannot stand beside ``--env``: xpk takes their values from its own
 environment.
@@ -18,6 +18,7 @@ import shlex
 from mwjax.launch import wheel
 from mwjax.launch.commands import Command
 from mwjax.launch.job import Job
+from mwjax.train import ending
 
 
 def submit_commands(job: Job, cluster: str, built: str, max_restarts: int) -> list[Command]:
@@ -40,7 +41,7 @@ def submit_commands(job: Job, cluster: str, built: str, max_restarts: int) -> li
             *((f"--project={machines.project}",) if machines.project else ()),
             *(f"--base-docker-image=python:{job.python}", f"--script-dir={scripts}"),
             *([f"--env-file={variables}"] if job.secrets else [f"--env={pair}" for pair in given]),
-            f"--max-restarts={max_restarts}",
+            *(f"--max-restarts={max_restarts}", f"--restart-on-exit-codes={ending.LOST}"),
             f"--command={install} && {shlex.join(job.command)}",
         ),
     ]
