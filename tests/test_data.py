@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ import pytest
 from mwjax import rollouts
 from mwjax.data import Layout, StepSource, iterate_steps, plan_epoch, scan
 from mwjax.tree import METHODS, RowShape
+from tests.fake_cloud import wait_until
 from tests.random_rollouts import simulate
 
 
@@ -117,6 +123,51 @@ def test_the_same_batches_for_any_number_of_workers(dataset, workers):
     for step in steps:
         for one, other in zip(step.microbatches, source[step.step].microbatches, strict=True):
             assert_equal(leaves(one), leaves(other))
+
+
+WITH_A_WORKER = """
+import multiprocessing, sys
+from mwjax.data import Layout, StepSource, iterate_steps, scan
+from mwjax.tree import RowShape
+
+if __name__ == "__main__":
+    source = StepSource(scan([sys.argv[1]], Layout("packed", RowShape(512, 256))))
+    steps = iterate_steps(source, 0, 100, workers=1)
+    next(steps)
+    (worker,) = multiprocessing.active_children()
+    print(worker.pid, flush=True)
+    sys.stdin.readline()
+    print([next(steps).step for _ in range(9)], flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_worker_outlives_a_signal_to_all_processes_but_not_the_training_process(dataset, tmp_path):
+    """Ctrl-C, or SIGTERM to a job: steps are still needed. SIGKILL: a process of many gigabytes would be left."""
+    script = tmp_path / "script.py"
+    script.write_text(WITH_A_WORKER)
+    command, there = [sys.executable, str(script), dataset[0]], {**os.environ, "PYTHONPATH": os.getcwd()}
+    training = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=there)
+    try:
+        worker = int(training.stdout.readline())
+        for sent in (signal.SIGINT, signal.SIGTERM):
+            os.kill(worker, sent)
+        training.stdin.write("\n")
+        training.stdin.flush()
+        assert training.stdout.readline() == f"{list(range(1, 10))}\n"
+    finally:
+        training.kill()
+        training.communicate()
+    wait_until(lambda: not alive(worker))
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")  # one that nobody has taken note of counts as dead
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_processes_share_the_rows_of_one_process(dataset):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import grain
@@ -23,7 +27,22 @@ def iterate_steps(
     _parse_flags()
     single = dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
-    return iter(single.mp_prefetch(options))
+    return iter(single.mp_prefetch(options, worker_init_fn=_serve))
+
+
+def _serve(number: int, workers: int) -> None:
+    """In a worker process. Ctrl-C and SIGTERM come to all processes of a job: they are the training process's to act
+    on, which still needs batches then. A worker ends when it says so, and when it is gone."""
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _parse_flags() -> None:
