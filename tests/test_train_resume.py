@@ -174,6 +174,7 @@ def test_sigterm_ends_a_run_before_training_and_is_not_heard_after_it() -> None:
         stop.stop_early()
         with pytest.raises(stop.StoppedEarly, match="nothing new to save; give the same command again"):
             signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # as `timeout` sends it: would come while the first is dealt with
         with stop.StopOnSignal() as training:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)

@@ -177,7 +177,8 @@ def _check_in(processes: Processes, deadline: float, timeout: float) -> tuple[Pe
 
 
 def _port(processes: Processes) -> int:
-    return int(processes.coordinator.rpartition(":")[2]) + 1
+    port = int(processes.coordinator.rpartition(":")[2])
+    return port + 1 if port < 65535 else port - 1  # jax takes the last one too, for some jobs of Slurm
 
 
 def ranges(numbers: Iterable[int]) -> str:

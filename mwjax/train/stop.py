@@ -22,6 +22,7 @@ def stop_early() -> None:
 
 
 def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout`, for one, sends it twice: not into what this one began
     raise StoppedEarly("SIGTERM came before the first step: nothing new to save; give the same command again")
 
 
