@@ -490,6 +490,12 @@ def test_times_are_seconds_or_fractions_of_them_and_order_the_calls(tmp_path, un
     assert "And now?" not in decoded(rollout, 0) and "And now?" in decoded(rollout, 1)
 
 
+def test_a_time_that_is_no_date_refuses_its_call_only(tmp_path):
+    log = [{**chat(GO, said("Rope."), "r1"), "timestamp": -1e11}, {**chat(GO, said("Salt."), "r2"), "timestamp": 1}]
+    (rollout,), (refusal,) = read(write(tmp_path, log))
+    assert refusal.line == 1 and "is no date" in refusal.reason and len(rollout.turns) == 1
+
+
 def test_an_archive_without_contents_says_what_to_do(tmp_path):
     path = tmp_path / "calls.har"
     path.write_text(json.dumps(archive(entry("/messages", {"model": "m", "messages": GO}, "", 1))))

@@ -83,7 +83,10 @@ class Rendering:
         Raises:
           RenderingError: the template refuses the messages or fails on them.
         """
-        moment = datetime.datetime.now() if now is None else datetime.datetime.fromtimestamp(now)
+        try:
+            moment = datetime.datetime.now() if now is None else datetime.datetime.fromtimestamp(now)
+        except (ValueError, OverflowError, OSError) as error:
+            raise RenderingError(f"the time of the call is no date: {error}") from None
 
         def rendered(parsed: bool) -> str:
             shown = [self._message(message, parsed) for message in messages]
