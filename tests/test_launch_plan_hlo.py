@@ -219,6 +219,44 @@ def test_bytes_of_a_program_are_what_it_reads_and_writes() -> None:
     assert 3 * once <= found < 8 * once  # each row, and the sum in and out; not the whole stack a hundred times
 
 
+# A layer's matrix is cut out of a stack by a fusion in the fusion that multiplies by it.
+NESTED = """
+%cut (s.1: f32[28,16,16], n.1: s32[]) -> f32[16,16] {
+  %s.1 = f32[28,16,16]{2,1,0} parameter(0)
+  %n.1 = s32[] parameter(1)
+  %none = s32[] constant(0)
+  %one = f32[1,16,16]{2,1,0} dynamic-slice(%s.1, %n.1, %none, %none), dynamic_slice_sizes={1,16,16}
+  ROOT %layer = f32[16,16]{1,0} bitcast(%one)
+}
+
+%multiply (x.1: f32[8,16], s.2: f32[28,16,16], n.2: s32[]) -> f32[8,16] {
+  %x.1 = f32[8,16]{1,0} parameter(0)
+  %s.2 = f32[28,16,16]{2,1,0} parameter(1)
+  %n.2 = s32[] parameter(2)
+  %matrix = f32[16,16]{1,0} fusion(%s.2, %n.2), kind=kLoop, calls=%cut
+  ROOT %product = f32[8,16]{1,0} convolution(%x.1, %matrix), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: f32[8,16], s: f32[28,16,16], n: s32[]) -> f32[8,16] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %s = f32[28,16,16]{2,1,0} parameter(1)
+  %n = s32[]{:S(6)} parameter(2)
+  ROOT %y = f32[8,16]{1,0} fusion(%x, %s, %n), kind=kOutput, calls=%multiply
+}
+"""
+
+
+def test_a_slice_that_is_taken_in_a_fusion_of_a_fusion() -> None:
+    layer, stack = 16 * 16 * 4, 28 * 16 * 16 * 4
+    assert traffic.count(hlo.parse(NESTED), 1).hbm_bytes == 2 * BLOCK + layer
+    handed_on = NESTED.replace("dynamic-slice(", "something-else(")
+    assert traffic.count(hlo.parse(handed_on), 1).hbm_bytes == 2 * BLOCK + stack
+    # What a fusion within hands on as it is, the one around reads.
+    line = "ROOT %layer = f32[16,16]{1,0} bitcast(%one)"
+    whole = NESTED.replace(line, "ROOT %layer = f32[448,16]{1,0} bitcast(%s.1)")
+    assert traffic.count(hlo.parse(whole), 1).hbm_bytes == 2 * BLOCK + stack
+
+
 SHARDED = """
 import json, sys
 import jax, jax.numpy as jnp

@@ -75,6 +75,20 @@ class Computation:
         """What it returns."""
         return next(i for i in reversed(self.instructions.values()) if i.root)
 
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """What it is handed, by number."""
+        return {int(i.inside): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """By name, the instructions that take it as an operand."""
+        made: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in dict.fromkeys(instruction.operands):
+                made.setdefault(name, []).append(instruction)
+        return made
+
 
 @dataclass(frozen=True)
 class Module:

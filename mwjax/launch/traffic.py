@@ -167,17 +167,11 @@ def _fusion_bytes(module: hlo.Module, fusion: hlo.Instruction, outside: dict[str
     if computation is None:
         return fusion.hbm_bytes
     inside = computation.instructions
-    users: dict[str, list[hlo.Instruction]] = {}
-    for instruction in inside.values():
-        for name in instruction.operands:
-            users.setdefault(name, []).append(instruction)
     total = 0
-    for parameter in inside.values():
-        if parameter.opcode == "parameter":
-            number = int(parameter.inside)
-            source = outside.get(fusion.operands[number]) if number < len(fusion.operands) else None
-            if source is not None and source.hbm_bytes:
-                total += min(_read(parameter, users), source.hbm_bytes)
+    for number, name in enumerate(fusion.operands):
+        source, parameter = outside.get(name), computation.parameters.get(number)
+        if source is not None and source.hbm_bytes and parameter is not None:
+            total += min(_read(module, computation, parameter), source.hbm_bytes)
     results = computation.root.operands if computation.root.opcode == "tuple" else (computation.root.name,)
     for name, array in zip(results, fusion.arrays):
         made = _beneath(inside, name)
@@ -196,18 +190,24 @@ def _beneath(inside: dict[str, hlo.Instruction], name: str) -> hlo.Instruction |
     return found
 
 
-def _read(parameter: hlo.Instruction, users: dict[str, list[hlo.Instruction]]) -> int:
-    """How many bytes of a fusion's parameter are read."""
-    total, pending = 0, [parameter]
+def _read(module: hlo.Module, computation: hlo.Computation, parameter: hlo.Instruction) -> int:
+    """How many bytes of a fusion's parameter are read, by what is fused into it at any depth."""
+    whole = sum(array.bytes for array in parameter.arrays)
+    total, pending = 0, [(computation, parameter)]
     while pending:
-        source = pending.pop()
-        for user in users.get(source.name, ()):
+        inside, source = pending.pop()
+        if inside is not computation and source.root:
+            return whole  # it goes on in the fusion around
+        for user in inside.users.get(source.name, ()):
             if user.opcode in _SLICES and user.operands[0] == source.name:
                 total += sum(array.bytes for array in user.arrays)
             elif user.opcode in ("bitcast", "get-tuple-element"):
-                pending.append(user)
+                pending.append((inside, user))
+            elif user.opcode == "fusion" and (inner := module.computations.get(user.refers("calls") or "")):
+                places = [number for number, name in enumerate(user.operands) if name == source.name]
+                pending += [(inner, inner.parameters[number]) for number in places]
             elif not _is_handed_on(source, user):
-                return sum(array.bytes for array in parameter.arrays)
+                return whole
     return total
 
 
