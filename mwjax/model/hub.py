@@ -54,7 +54,7 @@ def upload(folder: Path, name: str) -> None:
     target = epath.Path(name)
     target.mkdir(parents=True, exist_ok=True)
     new = {path.name for path in folder.iterdir()}
-    for path in list(target.iterdir()):
+    for path in list(target.iterdir()) if target.exists() else ():  # a bucket has no empty folders
         stale = path.name == INDEX or any(Path(path.name).match(pattern) for pattern in WEIGHT_FILES)
         if path.name == CONFIG or (stale and path.name not in new):
             path.unlink()
