@@ -139,14 +139,18 @@ def test_what_a_run_needs_is_installed(config: str) -> None:
         (("a", "--tpu", "v6e-8", "--zone", "z", "--spot", "--reserved", "--", "x"), "exclude each other"),
         (("a", "--zone", "z", "--stop", "--delete"), "one at a time: --stop, --delete"),
         (("a", "--zone", "z", "--stop", "c.yaml"), "--stop takes no command"),
-        (("a", "--zone", "z", "--delete", "--dry-run"), "--delete takes no command, no --xpk and no --dry-run"),
+        (("a", "--zone", "z", "--delete", "--dry-run"), "--delete takes no command, no --xpk, no --dry-run and no"),
+        (("a", "--zone", "z", "--logs", "--rm"), "no --dry-run and no --rm"),
         (("a", "--tpu", "tpu7x-8", "--zone", "z", "--dry-run", "--", "x"), "through GKE only: give --xpk CLUSTER"),
         (("a", "--tpu", "v6e-8", "--zone", "z", "--env", "1=2", "--", "x"), "--env 1=2: expected NAME=VALUE"),
         (
             ("a", "--tpu", "v6e-8", "--zone", "z", "--wheel", "x.whl", "--dry-run", "--", "x"),
             "expected a wheel of mwjax",
         ),
-        (("a", "--tpu", "v6e-8", "--zone", "z", "--spot", "--xpk", "c", "--", "x"), "the cluster decides"),
+        (
+            ("a", "--tpu", "v6e-8", "--zone", "z", "--spot", "--rm", "--runtime", "i", "--xpk", "c", "--", "x"),
+            "--spot, --rm, --runtime: with --xpk, the cluster decides",
+        ),
     ],
 )
 def test_wrong_usage(

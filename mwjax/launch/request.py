@@ -96,10 +96,19 @@ def _check(request: Request) -> None:
         raise LaunchError(f"one at a time: --{', --'.join(request.actions)}")
     if len(request.capacities) > 1:
         raise LaunchError("--spot and --reserved exclude each other")
-    if request.actions and (request.words or request.xpk or request.dry_run):
-        raise LaunchError(f"--{request.actions[0]} takes no command, no --xpk and no --dry-run")
-    if request.xpk and request.capacities:
-        raise LaunchError(f"--{request.capacities[0]}: with --xpk, the cluster decides")
+    if request.actions and (request.words or request.xpk or request.dry_run or request.remove):
+        raise LaunchError(f"--{request.actions[0]} takes no command, no --xpk, no --dry-run and no --rm")
+    of_machines = {
+        **dict.fromkeys((f"--{kind}" for kind in request.capacities), True),
+        "--rm": request.remove,
+        "--runtime": request.runtime,
+        "--internal-ips": request.internal_ips,
+        "--give-up-after": request.give_up_after,
+        "--create-flag": request.create_flags,
+    }
+    given = [option for option, value in of_machines.items() if value]
+    if request.xpk and given:
+        raise LaunchError(f"{', '.join(given)}: with --xpk, the cluster decides")
 
 
 def _machines(request: Request, slice_: topologies.Slice) -> Machines:
