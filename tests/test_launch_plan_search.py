@@ -115,6 +115,35 @@ def test_other_capacities_shrink_with_the_row(compiler: dict[str, Any]) -> None:
     assert (half.teacher_row_length, half.pairs_per_row, half.edges_per_row) == (8192, 256, None)
 
 
+def test_what_is_chosen_is_a_configuration_that_loads(compiler: dict[str, Any]) -> None:
+    """Rows that are evaluated at once go over the same devices."""
+    given = ["evaluation.paths=y", "evaluation.rows_per_batch=2"]
+    made = plan.make(configured(*given), SLICE)
+    assert "evaluation.rows_per_batch=8" in made.asked.chosen
+    assert configured(*given, *made.asked.chosen) == made.asked.config
+
+
+@pytest.mark.parametrize(("attention", "length"), [("pallas", 2**19), ("splash", 2**18)])
+def test_rows_too_long_for_a_kernel_are_spread_over_context(
+    compiler: dict[str, Any], attention: str, length: int
+) -> None:
+    config = configured(f"model.attention={attention}", f"data.row_length={length}")
+    found = [one.config for one in every(config)]
+    assert {one.mesh.context for one in found if one.data.row_length == length} == {2, 4, 8}
+    assert 1 in {one.mesh.context for one in found if one.data.row_length < length}
+    compiler["peak"] = lambda config: GIB if config.mesh.context > 1 else ahead.Failure("accumulate", "too many pairs")
+    made = plan.make(
+        configured(
+            f"model.attention={attention}",
+            f"data.row_length={length}",
+            "mesh.fsdp=8",
+            "data.rows_per_microbatch=8",
+        ),
+        SLICE,
+    )
+    assert not made.asked.fits and made.fitting is not None and made.fitting.config.mesh.context > 1
+
+
 def test_guesses_of_memory_go_with_the_choices(compiler: dict[str, Any]) -> None:
     found = {plan.describe(one.config): one.bytes for one in every(configured("data.rows_per_microbatch=16"))}
     rows, name = "{} rows of 4,096; remat {}", "fsdp 8; " + "{} rows of 4,096; remat {}"

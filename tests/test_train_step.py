@@ -19,7 +19,7 @@ from mwjax.train.mesh import make_mesh, replicated
 from mwjax.train.optimizer import optimizer
 from mwjax.train.step import Step, StepConfig, Total, build, gradient_sums, logprobs
 from mwjax.train.update import Comparison, Outcome, unit_log_ratios, update
-from mwjax.tree import Batch, Edges, Rows, RowShape
+from mwjax.tree import Batch, Edges, Rows, RowShape, collate
 from tests.training_runs import VOCABULARY, microbatches, recorded, write
 
 GRPO = losses.LossConfig("policy_gradient", losses.PolicyGradientConfig(kl_coefficient=0.0))
@@ -243,6 +243,17 @@ def test_missing_log_probs_are_refused(tmp_path: Path) -> None:
     step = build(config, TRANSFORM, MESH, params, batches[0])
     with pytest.raises(losses.LossError, match="behaviour log-prob is missing"):
         one_update(step, config, params, batches, denominator)
+
+
+def test_a_row_too_long_for_a_kernel_is_no_reason_to_refuse_what_context_spreads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The functions are built from the shapes of whole rows."""
+    monkeypatch.setattr("mwjax.train.step.check_platform", lambda *_: None)
+    config, params = configured(SFT, "float32")
+    batch = collate([], [], RowShape(2**19, 8), 1)
+    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    build(dataclasses.replace(config, attention="pallas"), TRANSFORM, MESH, params, example)
 
 
 def test_a_step_without_loss_tokens_only_counts(rollouts_file: str) -> None:

@@ -167,10 +167,8 @@ def make(
 def _depends_on_the_way(
     failure: ahead.Failure, config: RunConfig, ways: Callable[[], Sequence[search.Candidate]]
 ) -> bool:
-    """Whether another mesh, or less at a time, may compile where this did not."""
-    return failure.out_of_memory or (
-        failure.function == "mesh" and all(one.config.mesh != config.mesh for one in ways())
-    )
+    """Whether another mesh, or less at a time, may compile where this did not: it is none of the ways there are."""
+    return failure.out_of_memory or all(one.config != config for one in ways())
 
 
 def _left(failed: Sequence[Plan], ways: Sequence[search.Candidate], slice_: Slice) -> list[search.Candidate]:
@@ -289,6 +287,7 @@ def _changes(before: RunConfig, after: RunConfig) -> list[str]:
         ("mesh", before.mesh, after.mesh),
         ("data", before.data, after.data),
         ("model", before.model, after.model),
+        ("evaluation", before.evaluation, after.evaluation),
     )
     return [
         f"{section}.{key}={value}"

@@ -18,7 +18,8 @@ from mwjax import model
 from mwjax.launch import flops, memory, roofline
 from mwjax.launch.topologies import Slice
 from mwjax.model import sharding
-from mwjax.model.attention import splash
+from mwjax.model.attention import TPU_ONLY, splash
+from mwjax.model.attention.block_pairs import BLOCKS, block_sizes
 from mwjax.model.decoder import REMAT
 from mwjax.train import setup, trainable
 from mwjax.train.config import MeshConfig, RunConfig
@@ -49,15 +50,17 @@ def candidates(
     ):
         for rows in _rows(config.data.rows_per_microbatch, mesh.data * mesh.fsdp):
             changed = with_options(config, mesh, remat, rows, length)
-            if _divides(changed):
+            if _divides(changed) and _attends(changed):
                 made.append(Candidate(changed, *_guess(changed, shape, slice_, rows_a_step)))
     full = config.data.row_length
     return sorted(made, key=lambda one: (full / one.config.data.row_length, one.score, one.bytes))
 
 
 def with_options(config: RunConfig, mesh: MeshConfig, remat: str, rows: int, length: int) -> RunConfig:
-    """``config`` with other choices; the other capacities of a row shrink as its length does."""
-    data = config.data
+    """``config`` with other choices; the other capacities of a row shrink as its length does, and rows that are
+    evaluated at once are as many on every device."""
+    data, groups = config.data, mesh.data * mesh.fsdp
+    evaluated = config.evaluation.rows_per_batch
 
     def scaled(capacity: int | None) -> int | None:
         return None if capacity is None else max(capacity * length // data.row_length, 1)
@@ -66,6 +69,9 @@ def with_options(config: RunConfig, mesh: MeshConfig, remat: str, rows: int, len
         update={
             "mesh": mesh,
             "model": config.model.model_copy(update={"remat": remat}),
+            "evaluation": config.evaluation.model_copy(
+                update={"rows_per_batch": None if evaluated is None else -(-evaluated // groups) * groups}
+            ),
             "data": data.model_copy(
                 update={
                     "rows_per_microbatch": rows,
@@ -116,6 +122,19 @@ def _rows(wanted: int, groups: int) -> list[int]:
 def _divides(config: RunConfig) -> bool:
     """Whether ``context`` divides all capacities of a row."""
     return not any(size % config.mesh.context for size in _capacities(setup.layout(config).shape))
+
+
+def _attends(config: RunConfig) -> bool:
+    """Whether the TPU kernels take rows of that length, spread over ``context``."""
+    attention, shape = setup.resolved(config, "tpu").model.attention, setup.layout(config).shape
+    if attention not in TPU_ONLY:
+        return True
+    try:
+        for length in filter(None, (shape.length, shape.teacher_length)):
+            block_sizes(length // config.mesh.context, length, splash.BLOCKS if attention == "splash" else BLOCKS)
+    except ValueError:
+        return False
+    return True
 
 
 def _capacities(shape: RowShape) -> tuple[int, int, int, int]:

@@ -226,7 +226,9 @@ def build(
     """
     frozen = {} if frozen is None else frozen
     # As an array: a Python 0 would be the static branch without the distillation term's metrics.
-    no_weight, alone = np.float32(0), config
+    no_weight = np.float32(0)
+    # Shapes do not depend on the attention, and a kernel may take no row that is not spread over ``context``.
+    alone = dataclasses.replace(config, attention="blockwise") if isinstance(config.attention, str) else config
     shapes = jax.eval_shape(
         lambda f, p, b, w: gradient_sums(p, b, alone, sdcc_lambda=w, frozen=f, balance=Balance(w)),
         frozen,
