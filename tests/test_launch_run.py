@@ -268,6 +268,28 @@ def test_a_cloud_that_stutters_is_asked_again(cloud: Cloud, monkeypatch: pytest.
     assert launch(cloud, *shell("true")) == 0
 
 
+def test_a_wait_of_hours_outlasts_a_cloud_that_does_not_answer(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise.cloud, "ATTEMPTS", 1)
+    cloud.goes_through(["WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "ACTIVE"])
+    found, looks = supervise.cloud.find, 0
+
+    def find(machines: object) -> object:
+        nonlocal looks
+        looks += 1
+        if looks in (4, 5, 6):
+            raise supervise.cloud.CommandFailed(("gcloud",), "Could not resolve host")
+        return found(machines)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(supervise.cloud, "find", find)
+    assert launch(cloud, *shell("echo well")) == 0
+    said = capsys.readouterr()
+    assert said.err.count("the queue cannot be seen (Could not resolve host): waiting on") == 1
+    assert lines_of(said.out, "0") == ["well"]
+    assert cloud.verbs().count("create") == 1
+
+
 @pytest.mark.slow
 def test_machines_that_are_there_are_used(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(cloud, *shell("echo first")) == 0

@@ -12,6 +12,7 @@ from mwjax.launch import cloud, commands
 from mwjax.launch.job import LaunchError, Machines
 
 LOOKS = 4  # at the queue after a failure, before it is taken for the job's own
+BLIND = 40  # looks in a row that may fail while we wait for the machines
 UNKNOWN, DELETED = "unknown", "deleted"  # states beside gcloud's own, see `state`
 
 
@@ -42,9 +43,18 @@ def ready(machines: Machines, poll: float) -> None:
 
 
 def _wait(machines: Machines, poll: float) -> None:
-    asked, unseen, last, since = False, 0, "", time.monotonic()
+    asked, unseen, blind, last, since = False, 0, 0, "", time.monotonic()
     while True:
-        resource = existing(machines)
+        try:
+            resource, blind = existing(machines), 0
+        except cloud.CommandFailed as error:
+            blind += 1
+            if not (asked or last) or blind > BLIND:
+                raise
+            if blind == 1:
+                say(f"the queue cannot be seen ({error.said.splitlines()[-1]}): waiting on")
+            time.sleep(poll)
+            continue
         if resource is None and not asked:
             capacity = "" if machines.capacity == "on-demand" else f", {machines.capacity}"
             say(f"asking for {machines.slices} x {machines.slice.describe()}, {machines.zone}{capacity}")
