@@ -148,6 +148,8 @@ def test_a_worker_outlives_a_signal_to_all_processes_but_not_the_training_proces
     script.write_text(WITH_A_WORKER)
     command, there = [sys.executable, str(script), dataset[0]], {**os.environ, "PYTHONPATH": os.getcwd()}
     training = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=there)
+    watch = threading.Timer(240, training.kill)
+    watch.start()
     try:
         worker = int(training.stdout.readline())
         for sent in (signal.SIGINT, signal.SIGTERM):
@@ -156,6 +158,7 @@ def test_a_worker_outlives_a_signal_to_all_processes_but_not_the_training_proces
         training.stdin.flush()
         assert training.stdout.readline() == f"{list(range(1, 10))}\n"
     finally:
+        watch.cancel()
         training.kill()
         training.communicate()
     wait_until(lambda: not alive(worker))
