@@ -238,8 +238,9 @@ def test_rows_of_verl_with_one_key_are_one_rollout(tmp_path):
         ([*ASKED, 50, 51, 1, 5, 60, 61, 1, 4], [52, 1]),
         ([*LONG, 3, 40, 52, 1, 4], [53, 54, 1]),
     ]
-    assert (compacted.id, compacted.group, compacted.reward) == ("q1_0", "q1", 0.25)
-    assert (other.id, other.group, other.reward) == ("q1_1", "q1", 1.0)
+    question = "0f3c1a52-8d7e-4b1f-9a60-2c5d4e6f7a81"
+    assert (compacted.id, compacted.group, compacted.reward) == (f"{question}_0", question, 0.25)
+    assert (other.id, other.group, other.reward) == (f"{question}_1", question, 1.0)
     check_logprobs(compacted)
 
 
@@ -297,3 +298,51 @@ def test_a_bad_record_is_refused_with_its_field(name, change, field, reason, tmp
     (refusal,) = result.refused
     assert (refusal.file, refusal.line) == (str(log), 1)
     assert refusal.field.startswith(field.split("[6]")[0]) and reason in refusal.reason
+
+
+def rows(tmp_path, *records):
+    log = tmp_path / "rows.jsonl"
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return imported(log, tmp_path)
+
+
+def test_every_row_of_a_batch_is_counted(tmp_path):
+    batch = {"prompt_ids": [[1, 2]] * 4, "completion_ids": [[5, 6], [7, 8], [5, 6], [0, 0]]}
+    batch |= {"completion_mask": [[1, 1], [1, 1], [1, 1], [0, 0]], "rollout_id": ["a", "b", "a", "c"]}
+    result, found = rows(tmp_path, batch)
+    assert [(rollout.id, ids_of(rollout)) for rollout in found] == [
+        ("a", [([1, 2], [5, 6])]),
+        ("b", [([1, 2], [7, 8])]),
+    ]
+    assert (result.records, result.used, result.merged, result.empty) == (4, 2, 1, 1)
+    result, _ = rows(tmp_path, {**batch, "rollout_id": ["a"]})
+    (refusal,) = result.refused
+    assert (refusal.field, refusal.reason) == ("rollout_id", "has 1 entries for 4 of completion_ids")
+
+
+def test_questions_of_verl_whose_names_end_in_numbers_are_no_keys(tmp_path):
+    row = {"prompt_ids": [1, 2], "response_ids": [5], "response_mask": [1], "reward_score": 1.0}
+    names = ["gsm8k_12_3", "gsm8k_12_3", "gsm8k_12_4"]
+    _, found = rows(tmp_path, *({**row, "uid": uid} for uid in names))
+    assert [rollout.group for rollout in found] == names and len({rollout.id for rollout in found}) == 3
+
+
+def test_the_reward_of_triplets_is_the_last_one(tmp_path):
+    made = {"prompt": {"token_ids": [1, 2]}, "response": {"token_ids": [5]}}
+    triplets = [{**made, "reward": reward} for reward in (0.1, 0.9, None)]
+    for final, reward in ((None, 0.9), (0.5, 0.5)):
+        _, (rollout,) = rows(tmp_path, {"rollout_id": "x", "triplets": triplets, "final_reward": final})
+        assert rollout.reward == reward
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(28, 1), (5, 0)])
+def test_steps_of_verifiers_that_its_limit_cut_are_kept_as_far_as_they_go(prompt, completion, tmp_path):
+    record = json.loads((FIXTURES / "verifiers_steps.jsonl").read_text().splitlines()[0])
+    whole, tokens = len(record["trajectory"]), record["trajectory"][-1]["tokens"]
+    for name in tokens:
+        if isinstance(tokens[name], list):
+            tokens[name] = tokens[name][: prompt if name.startswith("prompt") else completion]
+    result, (rollout,) = rows(tmp_path, record)
+    assert not result.refused and len(rollout.turns) == whole - (completion == 0)
+    if completion:
+        assert (len(rollout.turns[-1].completion_ids), rollout.turns[-1].finish_reason) == (1, "length")

@@ -10,7 +10,7 @@
   ``rollout_id``, ``attempt_id``, ``sequence_id``, ``attributes`` with the ids. Spans without ids are not calls of the
   policy.
 - Triplets (types/core.py: Triplet, RolloutLegacy): ``rollout_id``, ``triplets`` of ``prompt.token_ids``,
-  ``response.token_ids``, ``reward``, and ``final_reward``.
+  ``response.token_ids``, ``reward``, and ``final_reward``; where that is null, the last reward is the rollout's.
 
 Every attempt at a rollout is a rollout of its own. The server's gateway replaces the request's temperature by the one
 of its configuration and writes down the request as it came: where they differ, that is not in the log.
@@ -103,8 +103,6 @@ def _calls(record: Record, number_: int, session: Session, options: Options) -> 
     """The calls of a record; a reward goes to the session. Raises RecordError, or _Nothing."""
     value = record.value
     if _is_triplets(value):
-        if value.get("final_reward") is not None:
-            session.reward = number(value["final_reward"], "final_reward")
         return _of_triplets(record, number_, session, options)
     data = value["data"] if _is_event(value) else value["attributes"]
     if not isinstance(data, dict):
@@ -195,13 +193,16 @@ def _of_span(
 
 def _of_triplets(record: Record, number_: int, session: Session, options: Options) -> list[Call]:
     calls: list[Call] = []
+    final = record.value.get("final_reward")
+    if final is not None:
+        session.reward = number(final, "final_reward")
     for place, triplet in enumerate(record.value["triplets"]):
         field = f"triplets[{place}]"
         content = at(triplet, "response.logprobs")
         logprobs = [each.get("logprob") if isinstance(each, dict) else each for each in content or ()] or None
         if at(triplet, "prompt.token_ids") is None:
             raise RecordError(f"{field}.prompt.token_ids", "missing: this triplet was recorded without token ids")
-        if session.reward is None and at(triplet, "reward") is not None:
+        if final is None and at(triplet, "reward") is not None:
             session.reward = number(triplet["reward"], f"{field}.reward")
         calls += calls_of(
             number_,

@@ -48,27 +48,30 @@ class Row:
 def read_rows(
     path: str, records: Iterable[Record | Refusal], rows_of: Callable[[Record], Iterable[Row]], options: Options
 ) -> Iterator[Item]:
-    """The rollouts of a file of rows. rows_of: the rows of one record; raises RecordError."""
+    """The rollouts of a file of rows, each of which is counted. rows_of: the rows of one record, a batch or one; raises
+    RecordError."""
     sessions: dict[str, Session] = {}
     sampled: dict[str, set[bytes]] = {}  # by session, what is there already
     stem = os.path.basename(path).partition(".")[0]
-    for number_, record in enumerate(records, start=1):
+    count = 0
+    for record in records:
         if isinstance(record, Refusal):
             yield record
             continue
         unnamed = Session(f"{stem}:{record.line}{record.place}", one=True)
         try:
-            made = [(row, _calls(row, number_, record.line, options), _reward(row)) for row in rows_of(record)]
+            numbered = enumerate(rows_of(record), start=count)
+            made = [(row, _calls(row, number_, record.line, options), _reward(row)) for number_, row in numbered]
             unnamed.note(record, options)
         except RecordError as error:
             yield refused(path, unnamed, record, error)
             continue
-        if not any(calls for _, calls, _ in made):
-            yield Remark("empty", path, record.line, "the row has no sampled id")
-            continue
-        used = False
+        count += len(made)
         said = at(record.value, options.session_by) if options.session_by is not None else None
         for place, (row, calls, reward) in enumerate(made):
+            if not calls:
+                yield Remark("empty", path, record.line, "the row has no sampled id")
+                continue
             name = row.rollout if said is None else str(said)
             name = name or (unnamed.name if len(made) == 1 else f"{unnamed.name}.{place}")
             session = sessions.setdefault(name, Session(name, one=True))
@@ -77,15 +80,14 @@ def read_rows(
             fresh = [call for call, content in zip(calls, contents) if content not in known]
             session.calls += fresh
             known.update(contents)
-            used = used or bool(fresh)
+            if not fresh:
+                yield Remark("merged", path, record.line, "the row repeats what another row of its rollout has")
             session.group = unnamed.group or row.group or session.group
             reward = reward if unnamed.reward is None else unnamed.reward
             if session.reward is not None and reward is not None and session.reward != reward:
                 reason = "the rows of one rollout have different rewards; the last one is taken"
                 yield Remark("warning", path, record.line, reason)
             session.reward = session.reward if reward is None else reward
-        if not used:
-            yield Remark("merged", path, record.line, "the row repeats what another row of its rollout has")
     yield from rollouts_of(path, sessions, options)
 
 

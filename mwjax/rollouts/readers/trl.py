@@ -50,7 +50,6 @@ def _rows(record: Record, options: Options) -> Iterator[Row]:
     prompts = _column(value, ("prompt_ids",), count)
     written, logprobs = _column(value, WRITTEN, count), _column(value, LOGPROBS, count)
     unpadded = _column(value, ("completion_mask",), count), _column(value, ("prompt_mask",), count)
-    batched = completions is value["completion_ids"]
     for place, completion in enumerate(completions):
         prompt, mask, own = prompts[place] or [], written[place], logprobs[place]
         real, real_prompt = (column[place] for column in unpadded)
@@ -68,8 +67,7 @@ def _rows(record: Record, options: Options) -> Iterator[Row]:
         keep = [k for k in range(len(completion)) if real is None or real[k]]
         kept_prompt = [each for k, each in enumerate(prompt) if real_prompt is None or real_prompt[k]]
         name, group, reward = (
-            _of_row(first(value, names), place, batched)
-            for names in (ROLLOUT, ("group", "group_id"), ("reward", "rewards"))
+            _of_row(value, names, place, count) for names in (ROLLOUT, ("group", "group_id"), ("reward", "rewards"))
         )
         yield Row(
             ids=[*kept_prompt, *(completion[k] for k in keep)],
@@ -97,5 +95,11 @@ def _column(value: dict[str, Any], names: tuple[str, ...], count: int) -> list[A
     return rows
 
 
-def _of_row(value: Any, place: int, batched: bool) -> Any:
-    return value[place] if batched and isinstance(value, list) and place < len(value) else value
+def _of_row(value: dict[str, Any], names: tuple[str, ...], place: int, count: int) -> Any:
+    """What the first of these fields says of one of ``count`` rows: its entry, or what is said of all."""
+    given = first(value, names)
+    if not isinstance(given, list):
+        return given
+    if len(given) != count:
+        raise RecordError(names[0], f"has {len(given)} entries for {count} of completion_ids")
+    return given[place]

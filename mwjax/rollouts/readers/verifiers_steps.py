@@ -4,7 +4,8 @@ As verifiers 0.1.14 writes it where ``state_columns`` has "trajectory" (verifier
 TrajectoryStep, TrajectoryStepTokens; utils/save_utils.py). Of a record are used ``trajectory``, ``reward``,
 ``example_id``, ``task`` and ``sampling_args``; of a step ``tokens`` (``prompt_ids``, ``completion_ids``,
 ``completion_mask``, ``completion_logprobs``, ``is_truncated``), ``prompt`` and ``completion``, ``response`` (``usage``,
-``message.finish_reason``) and ``trajectory_id``.
+``message.finish_reason``) and ``trajectory_id``. With ``is_truncated``, ids beyond a limit are cut off: what is left of
+a completion was sampled, and a prompt that was cut has no completion.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ def _session(record: Record, stem: str, options: Options) -> Session:
         logprobs = tokens.get("completion_logprobs")
         if logprobs is not None:
             logprobs = log_probabilities(logprobs, f"{field}.tokens.completion_logprobs", len(ids))
-        try:
-            check_usage(at(step, "response.usage"), len(prompt), len(ids))
-        except RecordError as error:
-            raise RecordError(f"{field}.response.{error.field}", error.reason) from None
-        reason = "length" if tokens.get("is_truncated") else at(step, "response.message.finish_reason")
+        cut = bool(tokens.get("is_truncated"))
+        if not cut:
+            try:
+                check_usage(at(step, "response.usage"), len(prompt), len(ids))
+            except RecordError as error:
+                raise RecordError(f"{field}.response.{error.field}", error.reason) from None
+        reason = "length" if cut else at(step, "response.message.finish_reason")
         said = asked("chat.completions", {"messages": step.get("prompt"), "tools": value.get("tool_defs")})
         for lo, hi in runs:
             session.calls.append(

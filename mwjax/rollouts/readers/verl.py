@@ -27,7 +27,8 @@ from mwjax.rollouts.readers.settings import sampling_settings
 NAME = "verl"
 DESCRIPTION = "rows of verl as JSON Lines: prompt_ids, response_ids, response_mask, response_logprobs, uid"
 
-_KEY = re.compile(r"(.+)_(\d+)_(\d+)")
+# SAMPLE is a UUID there; the names that users give their questions may end in numbers too.
+_KEY = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_(\d+)_\d+")
 
 
 def looks_like(head: Head) -> bool:
