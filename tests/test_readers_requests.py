@@ -613,6 +613,13 @@ def test_a_stream_that_broke_off_is_context_only_and_has_no_stop_token(tmp_path,
     assert any("the answer broke off" in other.reason for other in others)
 
 
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+def test_what_a_response_that_failed_had_said_is_context_only(tmp_path, status):
+    response = {"object": "response", "id": "r1", "status": status, "error": None, "output": [text_item("Rope a")]}
+    (rollout,), _ = read(write(tmp_path, [{"request": {"model": "m", "input": GO}, "response": response}]))
+    assert [(turn.trainable, turn.purpose) for turn in rollout.turns] == [(False, "cut_off")]
+
+
 def test_requests_and_responses_may_be_text_or_lie_under_a_body(tmp_path):
     plain = chat(GO, said("Rope."), "r1")
     request, response = plain["request"], plain["response"]

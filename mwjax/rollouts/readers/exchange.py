@@ -98,7 +98,7 @@ def unfinished(endpoint: Endpoint, response: Mapping[str, Any], choice: int) -> 
     """Whether the response itself says that it is not whole: a stream that broke off, or one that is still made. Until
     its end a stream has null in place of the reason, which a log that leaves the reason out has not."""
     if endpoint == "responses":
-        return response.get("status") in ("in_progress", "queued")
+        return response.get("status") in ("in_progress", "queued", "failed", "cancelled")
     name = "stop_reason" if endpoint == "messages" else "finish_reason"
     places = [response] if endpoint == "messages" else choices(response, choice)
     return any(name in each and each[name] is None for each in places)
