@@ -119,6 +119,7 @@ def test_a_compaction_begins_with_its_summary(tmp_path, monkeypatch):
     assert (junction.turn, junction.detail) == (2, "compaction")
     reasons = [item.reason for item in items if isinstance(item, Remark)]
     assert any("summary was sampled in a call that the log does not hold" in reason for reason in reasons)
+    assert any(reason.endswith("inspect and audit only, unless --system and --tools give it") for reason in reasons)
     assert rollout.meta["context_incomplete"] == ["system prompt", "context before the first message", "tool list"]
 
 
@@ -268,10 +269,28 @@ def test_attachments_of_which_the_file_has_no_words_make_the_context_incomplete(
     assert incomplete(session.write(tmp_path), monkeypatch) == ["text of attachments"]
 
 
+@pytest.mark.parametrize(
+    ("attachment", "shown"),
+    [
+        ({"type": "hook_non_blocking_error", "stderr": "no such file"}, False),
+        ({"type": "hook_success", "hookEvent": "PostToolUse", "content": "formatted"}, False),
+        ({"type": "hook_success", "hookEvent": "SessionStart", "content": ""}, False),
+        ({"type": "hook_success", "hookEvent": "SessionStart", "content": "Speak Latin."}, True),
+        ({"type": "of a later version"}, True),
+    ],
+)
+def test_attachments_that_no_model_sees_leave_the_context_complete(attachment, shown, tmp_path, monkeypatch):
+    session = Session().user("u1", "Go").add("x1", type="attachment", attachment=attachment)
+    session.said("a1", "m1", text("Done."))
+    assert incomplete(session.write(tmp_path), monkeypatch) == (["text of attachments"] if shown else [])
+
+
 def test_a_session_without_an_answer_and_one_that_begins_with_titles(tmp_path, monkeypatch):
     session = Session().user("u1", "Go")
     _, items, _ = read(session.write(tmp_path), monkeypatch)
-    assert [(item.kind, item.reason) for item in items] == [("empty", "the session has no answer of a model")]
+    assert [(item.kind, item.reason) for item in items] == [
+        ("empty", "its session has no answer of a model that can be used")
+    ]
     session.said("a1", "m1", text("First."))
     session.lines[:0] = [{"type": "summary", "summary": f"Topic {k}", "leafUuid": f"x{k}"} for k in range(60)]
     assert detect(session.write(tmp_path)).NAME == "claude-code"

@@ -24,7 +24,7 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import NO_ANSWER, rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds, with_causes
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
 from mwjax.rollouts.readers.supplied import BEFORE, GAP, SYSTEM, TOOLS
@@ -35,6 +35,21 @@ DESCRIPTION = "session files of Claude Code (no ids: rendered)"
 
 CLEARED = "[Old tool result content cleared]"
 NOT_SAMPLED = "<synthetic>"
+# Attachments of which no model is told.
+_UNSEEN = frozenset(
+    (
+        "already_read_file",
+        "command_permissions",
+        "edited_image_file",
+        "hook_cancelled",
+        "hook_error_during_execution",
+        "hook_non_blocking_error",
+        "hook_permission_decision",
+        "hook_system_message",
+        "structured_output",
+    )
+)
+_TOLD_HOOKS = ("SessionStart", "UserPromptSubmit")  # of whose success, and what they said, a model is told
 
 
 def looks_like(head: Head) -> bool:
@@ -85,20 +100,17 @@ def read(path: str, options: Options) -> Iterator[Item]:
         missing += [what for what in session.lacks(first, uuids) if what not in missing]
         calls.append(call)
     calls.sort(key=lambda call: call.time or 0.0)
-    if not calls and records:
-        yield Remark("empty", path, 1, NO_ANSWER)
-    if calls:
-        yield from rollout_items(
-            path,
-            name,
-            with_causes(calls),
-            options,
-            rendering,
-            always_before=True,
-            missing=missing,
-            records=records,
-            meta={"program": f"claude-code {session.version}"},
-        )
+    yield from rollout_items(
+        path,
+        name,
+        with_causes(calls),
+        options,
+        rendering,
+        always_before=True,
+        missing=missing,
+        records=records,
+        meta={"program": f"claude-code {session.version}"},
+    )
 
 
 def _files(path: str) -> Iterator[str]:
@@ -174,7 +186,7 @@ class _Session:
             yield "thinking (only its signature is kept)"
         if not self.links.begins(first):
             yield GAP
-        if any(self.links.entries[name].get("type") == "attachment" for name in self._path(first)):
+        if any(_is_shown(self.links.entries[name]) for name in self._path(first)):
             yield "text of attachments"
 
     def _answer(self, uuids: list[str]) -> chat.Message:
@@ -263,3 +275,13 @@ class _Session:
             return MAIN_CHAIN
         key = str(entry.get("agentId") or (self.links.before(name) or [name])[0])
         return self.chains.setdefault(key, f"subagent-{len(self.chains) + 1}")
+
+
+def _is_shown(entry: Mapping[str, Any]) -> bool:
+    """Whether a line is an attachment that the program puts into the context."""
+    if entry.get("type") != "attachment":
+        return False
+    kind = at(entry, "attachment.type")
+    if kind == "hook_success":
+        return at(entry, "attachment.hookEvent") in _TOLD_HOOKS and at(entry, "attachment.content") != ""
+    return kind not in _UNSEEN

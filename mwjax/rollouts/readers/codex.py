@@ -13,9 +13,9 @@ from typing import Any
 
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.readers import chat
-from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
+from mwjax.rollouts.readers.reader import Head, Item, Options
 from mwjax.rollouts.readers.records import Record, json_records
-from mwjax.rollouts.readers.rendered import NO_ANSWER, rendering_for, rollout_items, seconds
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
 from mwjax.rollouts.readers.supplied import GAP, SYSTEM, TOOLS
@@ -58,10 +58,6 @@ def read(path: str, options: Options) -> Iterator[Item]:
     for line, reason in session.refused:
         yield Refusal(path, line, "payload", reason)
     read_lines -= len(session.refused)
-    if not session.calls:
-        if read_lines:
-            yield Remark("empty", path, 1, NO_ANSWER)
-        return
     # Codex leaves out of its base instructions what is about tools that it does not offer.
     missing = [*([] if session.given else [SYSTEM]), TOOLS, *session.unseen]
     meta = {**session.meta, **({"supplied": [SYSTEM]} if session.given else {})}

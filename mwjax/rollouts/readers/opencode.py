@@ -24,7 +24,7 @@ from mwjax.rollouts.lines import is_compressed
 from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import head, json_records
-from mwjax.rollouts.readers.rendered import NO_ANSWER, rendering_for, rollout_items, with_causes
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, with_causes
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import at
 from mwjax.rollouts.readers.supplied import SYSTEM, TOOLS
@@ -99,19 +99,16 @@ def read(path: str, options: Options) -> Iterator[Item]:
         calls = with_causes([calls[at] for at in order])
         for reason in empty:
             yield Remark("empty", path, number, reason)
-        if not calls and not empty and not refused:
-            yield Remark("empty", path, number, f"{NO_ANSWER} (session {_name(session)})")
-        if calls:
-            yield from rollout_items(
-                path,
-                str(session["info"].get("id")),
-                calls,
-                options,
-                rendering,
-                missing=[SYSTEM, TOOLS],
-                records=records - len(empty) - len(refused),
-                meta={"program": f"opencode {session['info'].get('version')}"},
-            )
+        yield from rollout_items(
+            path,
+            str(session["info"].get("id")),
+            calls,
+            options,
+            rendering,
+            missing=[SYSTEM, TOOLS],
+            records=records - len(empty) - len(refused),
+            meta={"program": f"opencode {session['info'].get('version')}"},
+        )
 
 
 def _name(session: Session, key: str = "id") -> str:

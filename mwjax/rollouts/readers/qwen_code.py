@@ -19,7 +19,7 @@ from mwjax.rollouts.readers import chat
 from mwjax.rollouts.readers.linked import Links, parent_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import json_records
-from mwjax.rollouts.readers.rendered import NO_ANSWER, rendering_for, rollout_items, seconds, with_causes
+from mwjax.rollouts.readers.rendered import rendering_for, rollout_items, seconds, with_causes
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.supplied import BEFORE, GAP, SYSTEM, TOOLS
 from mwjax.rollouts.record import MAIN_CHAIN
@@ -77,19 +77,16 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 calls.append(call)
                 missing += [] if links.begins(uuid) or GAP in missing else [GAP]
     calls = sorted(calls, key=lambda call: (call.time or 0.0, call.chain != MAIN_CHAIN))
-    if not calls and records:
-        yield Remark("empty", path, 1, NO_ANSWER)
-    if calls:
-        yield from rollout_items(
-            path,
-            name,
-            with_causes(calls),
-            options,
-            rendering,
-            missing=missing,
-            records=records,
-            meta={"program": "qwen-code"},
-        )
+    yield from rollout_items(
+        path,
+        name,
+        with_causes(calls),
+        options,
+        rendering,
+        missing=missing,
+        records=records,
+        meta={"program": "qwen-code"},
+    )
 
 
 def _files(path: str) -> Iterator[tuple[str, str]]:

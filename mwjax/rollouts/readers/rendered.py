@@ -25,13 +25,12 @@ from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.said import answered, asked
 from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.readers.sessions import TRUNCATED, time_in
-from mwjax.rollouts.readers.supplied import completed
+from mwjax.rollouts.readers.supplied import GIVEN_BY, completed
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
 from mwjax.rollouts.rendering import Rendering, RenderingError, load
 
 UNTHOUGHT = "thinking_left_out"
-NO_ANSWER = "the session has no answer of a model"
 
 
 def rendering_for(name: str, options: Options) -> Rendering:
@@ -111,7 +110,7 @@ def rollout_items(
     """The rollout of calls whose chains are known, and the refusals of those that cannot be rendered.
 
     missing: what the log lacks of the contexts, which the user may have given; ``always_before`` as in ``completed``.
-    records: how many records of the file it was made of, without those of refused calls.
+    records: how many records of the file it was made of, without those of refused calls; there may be no call in them.
     """
     turns: list[Turn] = []
     responses: list[Hashable] = []
@@ -157,6 +156,8 @@ def rollout_items(
             )
         )
     if not turns:
+        reason = "its session has no answer of a model that can be used"
+        yield from [Remark("empty", path, 1, reason)] * ((records or len(calls)) - refused)
         return
     whole = {
         **(meta or {}),
@@ -253,6 +254,8 @@ def rendered_meta(rendering: Rendering, notes: Mapping[str, int], missing: Seque
 def rendered_remarks(path: str, line: int, notes: Mapping[str, int], missing: Sequence[str]) -> Iterator[Remark]:
     if missing:
         reason = f"the log does not hold the {', the '.join(missing)}: context_incomplete, inspect and audit only"
+        if GIVEN_BY.keys() >= set(missing):
+            reason += f", unless {' and '.join(dict.fromkeys(GIVEN_BY[what] for what in missing))} give it"
         yield Remark("warning", path, line, reason)
     if notes.get(UNTHOUGHT):
         reason = "the template leaves out the thinking that the log has: answers are rendered without it"

@@ -16,6 +16,7 @@ from mwjax.rollouts.readers.seen import Seen
 from mwjax.rollouts.record import MAIN_CHAIN
 
 SYSTEM, TOOLS, BEFORE = "system prompt", "tool list", "context before the first message"
+GIVEN_BY = {SYSTEM: "--system", BEFORE: "--system", TOOLS: "--tools"}
 GAP = "messages before a line that is missing"  # nobody can give these
 
 
