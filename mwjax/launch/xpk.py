@@ -2,7 +2,8 @@
 
 The cluster, made by ``xpk cluster create``, decides on spot or reserved capacity. xpk puts a folder, ``--script-dir``,
 into a container image and runs one command in every container; ours holds the wheel and the job's files.
-Flags as in xpk's src/xpk/parser/workload.py at 367c838 (June 2026). Not run on GKE.
+Flags as in xpk's src/xpk/parser/workload.py at 367c838 (June 2026); xpk 1.16.0 takes the command under its own
+``--dry-run``. Not run on GKE.
 
 xpk restarts a workload whose command ends with 42, 127 to 255 or our status for a lost process, and one whose nodes
 were taken away: the run goes on from its last checkpoint. SIGTERM ends the shell that xpk starts, unheard by the run.
