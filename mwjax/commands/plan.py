@@ -20,7 +20,7 @@ Examples:
 
 \b
 The step's own functions are compiled for the slice by XLA's TPU compiler: memory, and whether it fits, are the
-compiler's word; seconds and tokens/s are estimates, and bounds from above. No TPU, no data and no weights are needed:
+compiler's word; seconds are estimates from below, tokens/s from above. No TPU, no data and no weights are needed:
 of a model only config.json is read, and of published Qwen3 and Qwen2.5 models not even that. What does not fit is
 tried again on other meshes, with stronger remat, smaller micro-batches and shorter rows. A compilation of a large model
 takes minutes.
@@ -40,7 +40,7 @@ def plan(
     slices: Annotated[int, typer.Option(min=1, help="How many such slices; mesh.data goes over them.")] = 1,
     mesh: Annotated[
         Literal["config", "auto"],
-        typer.Option(help="auto chooses the mesh; config takes the file's, where that uses the whole slice."),
+        typer.Option(help="auto chooses the mesh; config takes the file's, if that uses the whole slice, else chooses."),
     ] = "config",
     density: Annotated[
         float,
@@ -50,7 +50,11 @@ def plan(
     ] = 1.0,
     microbatches: Annotated[
         int | None,
-        typer.Option(min=1, help="Micro-batches of a step, full ones; by default, its rollouts fill a row each."),
+        typer.Option(
+            min=1,
+            help="Micro-batches of a step, full ones of data.rows_per_microbatch as given (a chosen mesh may cut these "
+            "rows otherwise); by default, its rollouts fill a row each.",
+        ),
     ] = None,
     tries: Annotated[int, typer.Option(min=0, help="How many other ways are compiled where it does not fit.")] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON instead of tables.")] = False,

@@ -66,6 +66,7 @@ def _show_plan(made: plan.Plan, console: Console) -> None:
         console.print(_memory_table(made))
     if made.programs:
         console.print(_programs_table(made))
+    if any(program.traffic.collectives for program in made.programs):
         console.print(_collectives_table(made))
     _show_estimate(made, console)
     for note in notes(made):
