@@ -40,9 +40,7 @@ def plan(
     slices: Annotated[int, typer.Option(min=1, help="How many such slices; mesh.data goes over them.")] = 1,
     mesh: Annotated[
         Literal["config", "auto"],
-        typer.Option(
-            help="auto chooses the mesh; config takes the file's, or chooses if that leaves chips out."
-        ),
+        typer.Option(help="auto chooses the mesh; config takes the file's, or chooses if that leaves chips out."),
     ] = "config",
     density: Annotated[
         float,
