@@ -285,6 +285,16 @@ def test_attachments_that_no_model_sees_leave_the_context_complete(attachment, s
     assert incomplete(session.write(tmp_path), monkeypatch) == (["text of attachments"] if shown else [])
 
 
+@pytest.mark.parametrize("after", ["", " for tool use"])
+def test_an_answer_that_the_user_interrupted_is_context_only(after, tmp_path, monkeypatch):
+    session = Session().user("u1", "Go").said("a1", "m1", text("I begin"))
+    session.user("u2", [text(f"[Request interrupted by user{after}]")]).user("u3", "On").said("a2", "m2", text("So."))
+    _, items, rollout = read(session.write(tmp_path), monkeypatch)
+    assert [turn.trainable for turn in rollout.turns] == [bool(after), True]
+    assert rollout.meta.get("cut_off_turns") == (None if after else [0])
+    assert any("the answer broke off" in item.reason for item in items if isinstance(item, Remark)) is not bool(after)
+
+
 def test_a_session_without_an_answer_and_one_that_begins_with_titles(tmp_path, monkeypatch):
     session = Session().user("u1", "Go")
     _, items, _ = read(session.write(tmp_path), monkeypatch)

@@ -326,6 +326,18 @@ def test_codex_history_that_is_no_text_refuses_the_calls_that_saw_it_and_not_the
     assert len(found.rollout.turns) + len(refused) == len(whole.turns)
 
 
+def test_an_answer_of_codex_that_was_aborted_is_context_only(tmp_path):
+    aborted = {"timestamp": "2026-01-01T00:00:00Z", "type": "event_msg", "payload": {"type": "turn_aborted"}}
+
+    def abort(lines, place):
+        counts = [k for k, line in enumerate(lines) if line["type"] == "token_usage_record"]
+        return [*lines[: counts[1] + place], aborted, *lines[counts[1] + place :]]
+
+    for place, trainable in ((0, False), (1, True)):  # before the answer's token count, or while its tool runs
+        path = edited(tmp_path, lambda lines, place=place: abort(lines, place))
+        assert rollout_of(list(codex.read(path, OPTIONS))).turns[1].trainable is trainable
+
+
 def test_qwen_code_lines_that_are_missing_make_the_context_incomplete(tmp_path):
     (path,) = (SESSIONS / "qwen-code" / "chats").glob("*.jsonl")
     lines = path.read_text("utf-8").splitlines()

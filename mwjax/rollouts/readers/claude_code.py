@@ -35,6 +35,7 @@ DESCRIPTION = "session files of Claude Code (no ids: rendered)"
 
 CLEARED = "[Old tool result content cleared]"
 NOT_SAMPLED = "<synthetic>"
+INTERRUPTED = "[Request interrupted by user]"  # while the model answered
 # Attachments of which no model is told.
 _UNSEEN = frozenset(
     (
@@ -127,7 +128,7 @@ class _Session:
         self.blocks: dict[str, list[str]] = {}  # message.id -> its lines
         self.results: dict[str, str] = {}  # tool_use id -> the line with its result
         self.chains: dict[str, str] = {}  # root of a side chain, or agentId -> name of the chain
-        self.boundaries: list[str] = []
+        self.interrupted: set[str] = set()  # lines after which the user interrupted the answer
 
     def add(self, value: Mapping[str, Any], line: int, file: str) -> bool:
         """False for a copy of a line that is there already. Lines without a uuid (titles, snapshots) say nothing."""
@@ -145,8 +146,8 @@ class _Session:
             for block in message["content"]:
                 if isinstance(block, dict) and block.get("type") == "tool_result":
                     self.results.setdefault(str(block.get("tool_use_id")), uuid)
-        if value.get("subtype") in ("compact_boundary", "microcompact_boundary"):
-            self.boundaries.append(uuid)
+        if at(message, "content.0.text") == INTERRUPTED or at(message, "content") == INTERRUPTED:
+            self.interrupted.add(str(parent_of(value)))
         return True
 
     def call(self, first: str, uuids: list[str]) -> Seen | None:
@@ -171,6 +172,7 @@ class _Session:
             chain=self._chain(first),
             detail="compaction" if compacted else None,
             trainable="forkedFrom" not in entry,
+            cut_off=not self.interrupted.isdisjoint(uuids),
             identity=last.get("id") if isinstance(last.get("id"), str) else None,
             finish_reason=last.get("stop_reason"),
             time=seconds(entry.get("timestamp")),

@@ -3,7 +3,8 @@
 Every line is ``{timestamp, type, payload}`` (openai/codex, codex-rs/protocol: RolloutItem). ``session_meta`` opens the
 file with ``base_instructions``; ``response_item`` is an item of the responses API, in the order in which the model saw
 or wrote it; ``compacted`` puts ``replacement_history`` in place of all items so far; an event ``thread_rolled_back``
-takes the last ``num_turns`` user turns back. Tools and the instruction to summarise are not in the file.
+takes the last ``num_turns`` user turns back; ``turn_aborted`` before an answer's token count says that it broke off.
+Tools and the instruction to summarise are not in the file.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class _Session:
         elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
             self.answered()
             self._roll_back(payload.get("num_turns"))
+        elif kind == "event_msg" and payload.get("type") == "turn_aborted":
+            self.answered(cut_off=True)
         elif kind == "token_usage_record" or payload.get("type") == "token_count":
             self.answered()
         elif kind == "response_item":
@@ -148,7 +151,7 @@ class _Session:
         self.answered()
         self.gap = True
 
-    def answered(self) -> None:
+    def answered(self, *, cut_off: bool = False) -> None:
         """Ends the answer under way: a call."""
         if self.open is None:
             return
@@ -179,6 +182,7 @@ class _Session:
                 answer,
                 line=self.line,
                 detail=self.detail,
+                cut_off=cut_off,
                 trainable=self.forked is None or str(self.time) >= self.forked,
                 time=seconds(self.time),
             )

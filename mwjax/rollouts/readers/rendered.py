@@ -24,7 +24,7 @@ from mwjax.rollouts.readers.junctions import junction_detail
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.said import answered, asked
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import TRUNCATED, time_in
+from mwjax.rollouts.readers.sessions import BROKE_OFF, TRUNCATED, time_in
 from mwjax.rollouts.readers.supplied import GIVEN_BY, completed
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import MAIN_CHAIN, Rollout, Turn
@@ -118,6 +118,7 @@ def rollout_items(
     notes: Counter[str] = Counter()
     latest: dict[str, Call] = {}
     place: dict[int, int] = {}
+    cut_off: dict[int, int] = {}  # turn -> line
     refused = 0
     calls, missing, given = completed(calls, missing, options, always_before=always_before)
     given = [*(meta or {}).get("supplied", ()), *given]
@@ -142,14 +143,16 @@ def rollout_items(
             if detail is not None:
                 details[str(turn)] = detail
         latest[seen.chain] = call
+        if seen.cut_off:
+            cut_off[turn] = seen.line
         responses.append(seen.identity)
         turns.append(
             Turn(
                 prompt_ids=call.prompt_ids,
                 completion_ids=call.completion_ids,
                 chain=seen.chain,
-                purpose=seen.purpose,
-                trainable=seen.trainable,
+                purpose="cut_off" if seen.cut_off else seen.purpose,
+                trainable=seen.trainable and not seen.cut_off,
                 finish_reason=seen.finish_reason,
                 sampling=seen.sampling,
                 cause_turn=cause,
@@ -164,11 +167,13 @@ def rollout_items(
         **rendered_meta(rendering, notes, missing),
         **({"supplied": given} if given else {}),
         **({"junction_details": details} if details else {}),
+        **({"cut_off_turns": list(cut_off)} if cut_off else {}),
         **({"system_normalised": len(changing)} if changing and options.normalise_system else {}),
     }
     used = max(len(turns), (records or len(calls)) - refused)
     yield Found(Rollout(name, tuple(turns), (), group, reward, whole), calls[0].line, used, tuple(responses))
     yield from rendered_remarks(path, calls[0].line, notes, missing)
+    yield from (Remark("warning", path, line, BROKE_OFF) for line in cut_off.values())
     if given and any(turn.chain != MAIN_CHAIN for turn in turns):
         reason = f"the {' and the '.join(given)} given are the main conversation's: sub-agents are context only"
         yield Remark("warning", path, calls[0].line, reason)

@@ -21,7 +21,15 @@ from mwjax.rollouts.readers.exchange import unfinished
 from mwjax.rollouts.readers.reader import Found, Item, Options, Remark
 from mwjax.rollouts.readers.rendered import rendered_call, rendered_meta, rendered_remarks
 from mwjax.rollouts.readers.seen import Seen
-from mwjax.rollouts.readers.sessions import BROKE_OFF, SEVERAL, TRUNCATED, at, group_and_reward, merged, name_in
+from mwjax.rollouts.readers.sessions import (
+    SEVERAL,
+    at,
+    conversation_meta,
+    ended_early,
+    group_and_reward,
+    merged,
+    name_in,
+)
 from mwjax.rollouts.readers.settings import sampling_settings
 from mwjax.rollouts.readers.system_prompts import steady_system, told_of
 from mwjax.rollouts.record import Rollout
@@ -128,19 +136,9 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
     for number, conversation in enumerate(found, start=1):
         missing = [HIDDEN] if any(id(call) in hidden for call in conversation.calls) else []
         noted = Counter(notes[id(call)] for call in conversation.calls if id(call) in notes)
-        truncated = [k for k, turn in enumerate(conversation.turns) if turn.finish_reason in TRUNCATED]
-        cut_off = [k for k, call in enumerate(conversation.calls) if call.cut_off]
         meta = {
-            "session": session.name,
+            **conversation_meta(session.name, conversation, session.lost),
             **rendered_meta(rendering, noted, missing),
-            **(
-                {"junction_details": {str(t): d for t, d in conversation.details.items()}}
-                if conversation.details
-                else {}
-            ),
-            **({"truncated_turns": truncated} if truncated else {}),
-            **({"cut_off_turns": cut_off} if cut_off else {}),
-            **({"refused_lines": session.lost} if session.lost else {}),
             **({"system_normalised": len(changing)} if changing and options.normalise_system else {}),
         }
         name = session.name if len(found) == 1 else f"{session.name}/{number}"
@@ -150,11 +148,7 @@ def _rollouts(path: str, session: _Session, rendering: Rendering, options: Optio
         rollout = Rollout(name, conversation.turns, (), session.group, session.reward, meta)
         yield Found(rollout, first, records, responses)
         yield from rendered_remarks(path, first, noted, missing)
-        for turn in truncated:
-            reason = "the completion was truncated at the token limit; kept"
-            yield Remark("warning", path, conversation.calls[turn].line, reason)
-        for turn in cut_off:
-            yield Remark("warning", path, conversation.calls[turn].line, BROKE_OFF)
+        yield from ended_early(path, conversation)
     if len(found) > 1:
         yield Remark("warning", path, found[0].calls[0].line, SEVERAL)
 

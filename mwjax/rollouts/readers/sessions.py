@@ -141,7 +141,7 @@ def rollouts_of(path: str, sessions: Mapping[str, Session], options: Options) ->
             name = session.name if len(found) == 1 else f"{session.name}/{number_ + 1}"
             yield from _remarks(path, conversation)
             records = {call.record for call in conversation.calls}
-            meta = _meta(session, conversation)
+            meta = conversation_meta(session.name, conversation, session.lost)
             rollout = Rollout(name, conversation.turns, (), session.group, session.reward, meta)
             responses = tuple(call.identity for call in conversation.calls)
             yield Found(rollout, conversation.calls[0].line, len(records), responses)
@@ -156,15 +156,16 @@ def merged(path: str, kept: Sequence[Call], copies: Sequence[Call]) -> Iterator[
         yield Remark("merged", path, call.line, "a second record of a response that is there already")
 
 
-def _meta(session: Session, conversation: Conversation) -> dict[str, Any]:
-    meta: dict[str, Any] = {"session": session.name}
+def conversation_meta(session: str, conversation: Conversation, lost: Sequence[int]) -> dict[str, Any]:
+    """``lost``: lines of the session whose call was refused."""
+    meta: dict[str, Any] = {"session": session}
     truncated = [k for k, turn in enumerate(conversation.turns) if turn.finish_reason in TRUNCATED]
     cut_off = [k for k, call in enumerate(conversation.calls) if call.cut_off]
     for key, value in (
         ("junction_details", {str(turn): detail for turn, detail in conversation.details.items()}),
         ("truncated_turns", truncated),
         ("cut_off_turns", cut_off),
-        ("refused_lines", session.lost),
+        ("refused_lines", list(lost)),
     ):
         if value:
             meta[key] = value
@@ -179,6 +180,12 @@ def _remarks(path: str, conversation: Conversation) -> Iterator[Remark]:
     for turn, call in zip(conversation.turns, conversation.calls):
         if turn.logprobs is not None and turn.trainable and (warning := ratio_warning(turn.sampling)):
             yield Remark("warning", path, call.line, warning)
+    yield from ended_early(path, conversation)
+
+
+def ended_early(path: str, conversation: Conversation) -> Iterator[Remark]:
+    """A remark for every answer that was truncated or broke off."""
+    for turn, call in zip(conversation.turns, conversation.calls):
         if turn.finish_reason in TRUNCATED:
             yield Remark("warning", path, call.line, "the completion was truncated at the token limit; kept")
         if call.cut_off:
