@@ -346,3 +346,13 @@ def test_steps_of_verifiers_that_its_limit_cut_are_kept_as_far_as_they_go(prompt
     assert not result.refused and len(rollout.turns) == whole - (completion == 0)
     if completion:
         assert (len(rollout.turns[-1].completion_ids), rollout.turns[-1].finish_reason) == (1, "length")
+
+
+def test_a_response_of_agent_lightning_may_be_a_list_of_chunks(tmp_path):
+    choices = [
+        {"index": 0, "delta": {}, "token_ids": ids, "finish_reason": end} for ids, end in (([5], None), ([6], "stop"))
+    ]
+    chunks = [{"prompt_token_ids": ids, "choices": [choice]} for ids, choice in zip(([1, 2], None), choices)]
+    event = {"event_type": "model_request", "rollout_id": "x", "attempt_id": "0", "timestamp": 1.0}
+    _, (rollout,) = rows(tmp_path, {**event, "data": {"request": {"model": "m"}, "response": chunks}})
+    assert ids_of(rollout) == [([1, 2], [5, 6])] and rollout.turns[0].finish_reason == "stop"

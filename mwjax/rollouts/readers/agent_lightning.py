@@ -12,8 +12,8 @@
 - Triplets (types/core.py: Triplet, RolloutLegacy): ``rollout_id``, ``triplets`` of ``prompt.token_ids``,
   ``response.token_ids``, ``reward``, and ``final_reward``; where that is null, the last reward is the rollout's.
 
-Every attempt at a rollout is a rollout of its own. The server's gateway replaces the request's temperature by the one
-of its configuration and writes down the request as it came: where they differ, that is not in the log.
+Every attempt at a rollout is a rollout of its own. The server's gateway writes down the request as it went to the
+engine, with the temperature of the gateway's configuration; a response of earlier versions is a list of chunks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mwjax.rollouts.engine_ids import prompt_ids, sampled
 from mwjax.rollouts.errors import RecordError, Refusal
 from mwjax.rollouts.fields import described, number
 from mwjax.rollouts.readers.engine_call import Call
+from mwjax.rollouts.readers.engine_log import exchange_in
 from mwjax.rollouts.readers.exchange import Completion, calls_of
 from mwjax.rollouts.readers.reader import Head, Item, Options, Remark
 from mwjax.rollouts.readers.records import Record, json_records
@@ -120,7 +121,7 @@ def _calls(record: Record, number_: int, session: Session, options: Options) -> 
 
 
 def _of_request(record: Record, number_: int, data: Mapping[str, Any], options: Options) -> list[Call]:
-    request, response = members(data.get("request")), members(data.get("response"))
+    request, response = exchange_in(data)
     prompt = data.get("prompt_token_ids") or prompt_ids("chat.completions", response)
     if data.get("response_token_ids"):
         logprobs = data.get("response_log_probs")
