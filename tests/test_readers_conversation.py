@@ -138,3 +138,17 @@ def test_a_tensor_that_is_no_list_says_how_to_write_it(tmp_path):
     path = write(tmp_path, [{"input_ids": tensor, "loss_mask": tensor}])
     done = import_files([path], tmp_path / "out.jsonl", options=Options())
     assert done.refused[0].field == "input_ids" and ".tolist()" in done.refused[0].reason
+
+
+def test_results_of_verifiers_without_trajectories(tmp_path):
+    made = said("", tool_calls=[{"id": "c1", "name": "read", "arguments": '{"path": "a"}'}])
+    record = {"example_id": 4, "prompt": [SYSTEM, user("Go")], "completion": [made, result("Rope."), said("Rope.")]}
+    record |= {
+        "reward": 0.5,
+        "info": {"split": "a"},
+        "tool_defs": [{"name": "read", "description": "", "parameters": {}}],
+    }
+    _, (rollout,) = imported(tmp_path, [record])
+    (prompt, call), (second, _) = texts(rollout)
+    assert '"name": "read"' in prompt and '"path": "a"' in call and second.startswith(prompt + call)
+    assert rollout.reward == 0.5 and "context_incomplete" not in rollout.meta

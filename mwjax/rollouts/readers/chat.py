@@ -82,7 +82,7 @@ def from_openai(value: Any, field: str) -> Message:
         reasoning = "".join(each["text"] for each in details if isinstance(each.get("text"), str))
     calls = []
     for place, call in enumerate(listed(value.get("tool_calls"))):
-        function = call.get("function") if isinstance(call, dict) else None
+        function = call.get("function", call) if isinstance(call, dict) else None  # verifiers' have no such member
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RecordError(f"{field}.tool_calls[{place}]", "is no function call")
         calls.append(tool_call(call.get("id"), function["name"], function.get("arguments")))

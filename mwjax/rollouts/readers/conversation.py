@@ -1,8 +1,9 @@
 """Conversations in messages, one a line: sets for supervised fine-tuning, and what trainers log of their completions.
 
-A record has ``messages``, or ``prompt`` and ``completion`` (TRL's conversational form, and the parquet of its
-``log_completions``, trl/trainer/grpo_trainer.py of trl 1.16.0, written as JSON Lines), each a list of chat messages;
-``tools`` (also as the text of their JSON) and ``chat_template_kwargs`` where there are any. Every answer in
+A record has ``messages``, or ``prompt`` and ``completion`` (TRL's conversational form, the parquet of its
+``log_completions``, trl/trainer/grpo_trainer.py of trl 1.16.0, written as JSON Lines, and verifiers' ``results.jsonl``
+without trajectories), each a list of chat messages; ``tools`` (also as the text of their JSON; verifiers' are
+``tool_defs``) and ``chat_template_kwargs`` where there are any. Every answer in
 ``messages`` or ``completion`` is a call whose prompt is all before it; one of ``weight`` 0 (OpenAI's fine-tuning form)
 is context only. Plain text is refused: its ids cannot be told.
 """
@@ -28,7 +29,7 @@ from mwjax.rollouts.readers.supplied import TOOLS
 NAME = "conversation"
 DESCRIPTION = "conversations, one a line: messages, or prompt and completion (no ids: rendered)"
 
-_OTHERS = ("info", "request", "response", "choices", "trajectory", "nodes")  # of formats that have messages too
+_OTHERS = ("request", "response", "choices", "trajectory", "nodes")  # of formats that have messages too
 
 
 def looks_like(head: Head) -> bool:
@@ -113,7 +114,7 @@ def _calls(record: Record) -> list[Seen]:
 def _tools(value: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     given = value.get("tools")
     if not isinstance(given, str) or not given.strip():
-        return chat.tools_of(value)
+        return chat.tools_of(value) or chat.function_tools(value.get("tool_defs"))
     try:
         listed = json.loads(given)
     except ValueError:

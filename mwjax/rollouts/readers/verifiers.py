@@ -135,7 +135,7 @@ def _session(record: Record, trace: Any, options: Options) -> Session:
                 finish_reason=call.get("finish_reason"),
                 policy_version=version,
                 asked=_asked([nodes[n] for n in route[:-1]]),
-                answer=answered("chat.completions", {"choices": [{"message": _openai(node.get("message"))}]}),
+                answer=answered("chat.completions", {"choices": [{"message": node.get("message")}]}),
                 trainable=at(trace, "agent.trainable") is not False and (not attempt or k in accepted),
             )
         )
@@ -164,20 +164,9 @@ def _links(node: Any) -> list[dict[str, Any]]:
 
 
 def _asked(route: list[dict[str, Any]]) -> Asked | None:
-    found = asked("chat.completions", {"messages": [_openai(node.get("message")) for node in route]})
+    found = asked("chat.completions", {"messages": [node.get("message") for node in route]})
     tools = tuple(sorted(str(at(tool, "name")) for tool in chat.listed(route[0].get("tools")))) if route else ()
     return None if found is None else found._replace(tools=tools)
-
-
-def _openai(message: Any) -> Any:
-    """verifiers has a tool call's name and arguments beside its id."""
-    if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list):
-        return message
-    calls = [
-        {"id": at(call, "id"), "type": "function", "function": {k: at(call, k) for k in ("name", "arguments")}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def _reward(trace: Mapping[str, Any]) -> float | None:
