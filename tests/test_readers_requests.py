@@ -17,6 +17,7 @@ from mwjax.rollouts.readers import (
     Found,
     Options,
     Remark,
+    calls_log,
     chat_log,
     check_rendering,
     detect,
@@ -579,6 +580,19 @@ def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_st
     assert [(turn.trainable, turn.purpose) for turn in rollout.turns] == [(False, "cut_off"), (True, "act")]
     assert rendering_for("test", OPTIONS).decode(rollout.turns[0].completion_ids.tolist()) == "Rope a"
     assert rollout.meta["cut_off_turns"] == [0] and any("the answer broke off" in other.reason for other in others)
+
+
+@pytest.mark.parametrize("kind", ["client_disconnected", "upstream_cut_off", "incomplete_stream"])
+def test_an_answer_whose_end_was_there_before_the_stream_broke_off_is_whole(tmp_path, kind):
+    record = recorded(chat(GO, said("Rope."), "r1"), 1, error={"kind": kind, "message": "x"})
+    (rollout,), others = read(write(tmp_path, [record]))
+    assert rollout.turns[0].trainable and not others
+    ids = {"prompt_ids": [1, 2], "completions": [{"index": 0, "completion_ids": [5]}]}
+    (rollout,), others = read(write(tmp_path, [{**record, **ids}]), reader=calls_log)
+    assert rollout.turns[0].trainable and not others
+    record["response"]["choices"] = []
+    (rollout,), _ = read(write(tmp_path, [{**record, **ids}]), reader=calls_log)
+    assert not rollout.turns[0].trainable
 
 
 CUT_STREAMS = {

@@ -47,6 +47,7 @@ def calls_of(
     """The calls of one exchange.
 
     settings: the sampling settings, where they are not in the request itself. name: of the response, to tell copies by.
+    cut_off: it broke off, or the harness left before its end.
     Raises RecordError, also where the numbers of ids are not those that ``usage`` says.
     """
     prompt = token_ids(prompt, prompt_field, options.vocab_size)
@@ -75,7 +76,7 @@ def calls_of(
                 identity=None if name is None else (name, each.choice),
                 asked=said,
                 answer=answered(endpoint, response, each.choice),
-                cut_off=cut_off or unfinished(endpoint, response, each.choice),
+                cut_off=unfinished(endpoint, response, each.choice, cut=cut_off),
             )
         )
     check_usage(usage, len(prompt), sum(len(call.completion_ids) for call in calls))
@@ -94,11 +95,15 @@ def finish_reason(endpoint: Endpoint, response: Mapping[str, Any], choice: int) 
     return found if isinstance(found, str) else None
 
 
-def unfinished(endpoint: Endpoint, response: Mapping[str, Any], choice: int) -> bool:
-    """Whether the response itself says that it is not whole: a stream that broke off, or one that is still made. Until
-    its end a stream has null in place of the reason, which a log that leaves the reason out has not."""
+def unfinished(endpoint: Endpoint, response: Mapping[str, Any], choice: int, *, cut: bool) -> bool:
+    """Whether the answer is not whole: the response was cut off before it gave the reason why the model stopped, which
+    a harness may take for the end of a stream, or it says so itself, by null in place of the reason. A log that leaves
+    the reason out does not tell."""
     if endpoint == "responses":
-        return response.get("status") in ("in_progress", "queued", "failed", "cancelled")
+        status = response.get("status")
+        return status in ("in_progress", "queued", "failed", "cancelled") or (cut and status is None)
     name = "stop_reason" if endpoint == "messages" else "finish_reason"
     places = [response] if endpoint == "messages" else choices(response, choice)
-    return any(name in each and each[name] is None for each in places)
+    if any(each.get(name) is not None for each in places):
+        return False
+    return cut or any(name in each for each in places)

@@ -184,7 +184,7 @@ def _seen(exchange: Exchange, stored: dict[str, list[chat.Message]], options: Op
             identity=None if name is None else (name, index),
             options=variables if isinstance(variables, dict) else {},
             hidden=_hides(response, answer),
-            cut_off=exchange.cut_off or unfinished(endpoint, response, index),
+            cut_off=unfinished(endpoint, response, index, cut=exchange.cut_off),
             time=exchange.time,
         )
 
