@@ -1,8 +1,6 @@
 """Messages as token ids: a model's chat template and tokenizer, as an engine would apply them at one call.
 
-For logs without token ids, and to check whether rendering recorded messages gives the ids that were recorded. The
-template runs in Jinja's sandbox with what Hugging Face templates expect: ``tojson``, ``strftime_now``,
-``raise_exception``, ``{% break %}`` and ``{% generation %}``.
+For logs without token ids, and to check whether rendering recorded messages gives the ids that were recorded.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-import jinja2.sandbox
 import numpy as np
 from tokenizers import Tokenizer
 
+from mwjax.rollouts.chat_templates import environment, raise_exception, reads_parts
 from mwjax.rollouts.errors import file_error
 
 Message = Mapping[str, Any]
@@ -100,7 +96,7 @@ class Rendering:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": moment.strftime,
-            "raise_exception": _raise_exception,
+            "raise_exception": raise_exception,
         }
         try:
             try:
@@ -207,15 +203,11 @@ class Rendering:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        return _environment().from_string(self.template)
+        return environment().from_string(self.template)
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template goes through the parts of a content, and so wants a list, not a string."""
-        tree = _environment().parse(self.template)
-        loops = [node.iter for node in tree.find_all(jinja2.nodes.For)]
-        checks = "is string" in self.template or "is not string" in self.template
-        return not checks and any(_names_content(each) for each in loops)
+        return reads_parts(self.template)
 
     @cached_property
     def _stop_ids(self) -> np.ndarray:
@@ -279,7 +271,7 @@ def load(path: str | os.PathLike[str], template: str | os.PathLike[str] | None =
         where = f"{place} has no chat template" if folder else f"{place} is a tokenizer without a chat template"
         raise RenderingError(f"{where}; give one with --template FILE.jinja")
     try:
-        used = jinja2.meta.find_undeclared_variables(_environment().parse(text))
+        used = jinja2.meta.find_undeclared_variables(environment().parse(text))
     except jinja2.TemplateSyntaxError as error:
         raise RenderingError(f"the chat template ({template or place}) line {error.lineno}: {error.message}") from None
     unknown = sorted(name for name in used - special.keys() if name in ("bos_token", "eos_token"))
@@ -335,16 +327,6 @@ def _with_arguments(call: Mapping[str, Any], parsed: bool) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _names_content(node: jinja2.nodes.Node) -> bool:
-    while isinstance(node, jinja2.nodes.Filter) and node.node is not None:
-        node = node.node
-    if isinstance(node, jinja2.nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, jinja2.nodes.Getitem):
-        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
-    return isinstance(node, jinja2.nodes.Name) and node.name == "content"
-
-
 def _shared(left: str, right: str) -> int:
     """Length of the common prefix."""
     differ = (at for at, (a, b) in enumerate(zip(left, right)) if a != b)
@@ -354,37 +336,3 @@ def _shared(left: str, right: str) -> int:
 def _excerpt(text: str, at: int) -> str:
     shown = text[at : at + 30]
     return repr(shown + ("..." if len(text) > at + 30 else "")) if shown else "the end"
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks what the model wrote; its text is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    return environment
