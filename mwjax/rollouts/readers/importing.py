@@ -130,7 +130,7 @@ def _without_effect(options: Options, result: Imported) -> Iterator[Remark]:
     if options.group_by is not None and not result.grouped:
         yield Remark("warning", result.out, 0, f"--group-by {options.group_by} had no effect: no rollout got a group")
     if (options.opening or options.tools is not None) and not result.supplied:
-        reason = "--system and --tools had no effect: no log here lacks what they give"
+        reason = "--system and --tools had no effect: no main conversation here lacks what they give"
         yield Remark("warning", result.out, 0, reason)
     if options.normalise_system and not result.normalised:
         reason = "--normalise-system had no effect: no system prompt that is rendered changed in a few lines"
