@@ -326,6 +326,17 @@ def test_codex_history_that_is_no_text_refuses_the_calls_that_saw_it_and_not_the
     assert len(found.rollout.turns) + len(refused) == len(whole.turns)
 
 
+def test_an_answer_of_opencode_that_failed_is_context_only_and_said_so(tmp_path):
+    export = json.loads((SESSIONS / "opencode-export.json").read_text("utf-8"))
+    failed = [message["info"] for message in export["messages"] if message["info"]["role"] == "assistant"][-1]
+    failed["error"] = {"name": "MessageAbortedError", "data": {}}
+    (tmp_path / "export.json").write_text(json.dumps(export))
+    items = list(opencode.read(str(tmp_path / "export.json"), OPTIONS))
+    turns = rollout_of(items).turns
+    assert [turn.trainable for turn in turns] == [True] * (len(turns) - 1) + [False]
+    assert any("the answer broke off" in item.reason for item in items if isinstance(item, Remark))
+
+
 def test_an_answer_of_codex_that_was_aborted_is_context_only(tmp_path):
     aborted = {"timestamp": "2026-01-01T00:00:00Z", "type": "event_msg", "payload": {"type": "turn_aborted"}}
 

@@ -224,7 +224,7 @@ def _calls(session: Session, chain: str, empty: list[str], refused: list[RecordE
                     line=1,
                     chain=chain,
                     detail=detail,
-                    trainable=not info.get("error"),
+                    cut_off=bool(info.get("error")) and number == len(steps) - 1,
                     identity=(str(info["id"]), number) if info.get("id") else None,
                     finish_reason=info.get("finish") if number == len(steps) - 1 else "tool-calls",
                     time=now / 1000 + number * 1e-6,
