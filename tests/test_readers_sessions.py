@@ -359,6 +359,19 @@ def test_qwen_code_lines_that_are_missing_make_the_context_incomplete(tmp_path):
     assert "messages before a line that is missing" in found.rollout.meta["context_incomplete"]
 
 
+def test_an_answer_of_qwen_code_without_the_counts_that_others_have_broke_off(tmp_path):
+    (path,) = (SESSIONS / "qwen-code" / "chats").glob("*.jsonl")
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    answers = [line for line in lines if line["type"] == "assistant"]
+    copy = tmp_path / "session.jsonl"
+    for without, trainable in ((answers[:1], [False, *[True] * (len(answers) - 1)]), (answers, [True] * len(answers))):
+        for line in without:
+            line.pop("usageMetadata", None)
+        copy.write_text("\n".join(map(json.dumps, lines)))
+        (found,) = [item for item in qwen_code.read(str(copy), OPTIONS) if isinstance(item, Found)]
+        assert [turn.trainable for turn in found.rollout.turns] == trainable
+
+
 def test_sessions_without_an_answer_are_accounted_for(tmp_path):
     (path,) = (SESSIONS / "qwen-code" / "chats").glob("*.jsonl")
     export = json.loads((SESSIONS / "opencode-export.json").read_text("utf-8"))

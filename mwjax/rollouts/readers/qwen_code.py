@@ -1,14 +1,16 @@
 """Sessions of Qwen Code: ``~/.qwen/projects/PROJECT/chats/ID.jsonl``.
 
 Lines have ``uuid, parentUuid, type, message {role, parts}`` (QwenLM/qwen-code, packages/core: chatRecordingService);
-parts are ``{text, thought}``, ``{functionCall}`` and ``{functionResponse}``. A ``chat_compression`` line's
-``systemPayload.compressedHistory`` replaces all before it. Sub-agents are in ``subagents/ID/agent-*.jsonl`` beside
-``chats``, lines marked ``isSidechain``; they are read with their session. The system prompt, the tools, the context
-that is put before the first message, and the calls for summaries are not in the files.
+parts are ``{text, thought}``, ``{functionCall}`` and ``{functionResponse}``; ``usageMetadata`` has an answer's counts.
+A ``chat_compression`` line's ``systemPayload.compressedHistory`` replaces all before it. Sub-agents are in
+``subagents/ID/agent-*.jsonl`` beside ``chats``, lines marked ``isSidechain``; they are read with their session. The
+system prompt, the tools, the context that is put before the first message, and the calls for summaries are not in the
+files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +29,7 @@ from mwjax.rollouts.record import MAIN_CHAIN
 NAME = "qwen-code"
 DESCRIPTION = "session files of Qwen Code (no ids: rendered)"
 
+_USAGE = "usageMetadata"  # an engine sends it at the end, so an answer that broke off has none
 _MESSAGES = ("user", "assistant", "tool_result")
 
 
@@ -60,6 +63,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 name = str(value.get("sessionId") or name) if number == 0 else name
             else:
                 yield Remark("merged", file, record.line, "a line with the same uuid is there already")
+        counted = any(links.entries[uuid].get(_USAGE) for uuid in links)
         for uuid in links:
             entry = links.entries[uuid]
             if entry.get("type") != "assistant" or not isinstance(entry.get("message"), dict):
@@ -74,7 +78,7 @@ def read(path: str, options: Options) -> Iterator[Item]:
                 yield Remark("empty", file, links.lines[uuid], "the answer is empty")
                 records -= 1
             else:
-                calls.append(call)
+                calls.append(dataclasses.replace(call, cut_off=counted and not entry.get(_USAGE)))
                 missing += [] if links.begins(uuid) or GAP in missing else [GAP]
     calls = sorted(calls, key=lambda call: (call.time or 0.0, call.chain != MAIN_CHAIN))
     yield from rollout_items(
