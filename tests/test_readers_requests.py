@@ -574,6 +574,21 @@ def test_episodes_that_share_a_key_are_rollouts_of_their_own(tmp_path):
     assert (rollout.id, len(rollout.turns)) == ("k7", 4)
 
 
+@pytest.mark.parametrize("words", [("", ""), ("I look. ", "Let me see. ")])
+def test_episodes_that_call_a_tool_in_the_same_words_are_rollouts_of_their_own(tmp_path, words):
+    call = '<tool_call>\n{"name": "list", "arguments": {"path": "."}}\n</tool_call>'
+    log = []
+    for place, before in zip(("north", "south"), words):
+        opening = [GO[0], user(f"Count the villages of the {place}, please.")]
+        seen = [*opening, said(before + call), user("<tool_response>\nnine\n</tool_response>")]
+        log += [chat(opening, said(before + call), f"{place}1"), chat(seen, said(f"Nine, {place}."), f"{place}2")]
+    for record in log:
+        del record["session_id"]
+    found, _ = read(write(tmp_path, log))
+    assert [len(rollout.turns) for rollout in found] == [2, 2]
+    assert all(turn.cause_turn is None for rollout in found for turn in rollout.turns)
+
+
 def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_stop_token(tmp_path):
     cut = recorded(chat(GO, said("Rope a"), "r1", finish=None), 1, error={"kind": "upstream_cut_off", "message": "x"})
     (rollout,), others = read(write(tmp_path, [cut, recorded(chat(GO, said("Rope and salt."), "r2"), 2)]))

@@ -182,12 +182,14 @@ def _mostly_equal(left: str, right: str) -> bool:
 
 
 def _causes(chain: _Chain, home: Mapping[int, _Chain], texts: Texts) -> dict[int, int]:
-    """For calls of a chain: the latest other call whose text first appears in their prompt. Within the chain itself
-    only at a junction: there the text has come back as a summary."""
+    """For calls of a chain: the latest other call whose text first appears in their prompt, and is not the chain's own
+    answer there. Within the chain itself only at a junction: there the text has come back as a summary."""
     found: dict[int, int] = {}
+    mine: set[str] = set()
     known: set[tuple[str, str]] = set()
     junctions = set(chain.segment_starts[1:])
     for place, index in enumerate(chain.calls):
+        mine.update(texts.answers(chain.calls[place - 1]) if place else ())
         asked = texts.calls[index].asked
         if asked is None:
             continue
@@ -200,6 +202,8 @@ def _causes(chain: _Chain, home: Mapping[int, _Chain], texts: Texts) -> dict[int
         for each in fresh:
             back = own if each.role != "assistant" else None
             for answer in texts.carried([each]):
+                if each.role == "assistant" and answer in mine:
+                    continue
                 given = texts.answered[answer]
                 before = (given[k] for k in range(bisect_left(given, index) - 1, -1, -1))
                 other = next((k for k in before if home[k] is not chain or k == back), -1)
