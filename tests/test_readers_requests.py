@@ -589,6 +589,27 @@ def test_episodes_that_call_a_tool_in_the_same_words_are_rollouts_of_their_own(t
     assert all(turn.cause_turn is None for rollout in found for turn in rollout.turns)
 
 
+@pytest.mark.parametrize("query", ["Which of the villages is the oldest one?", "of the villages is the oldest one?"])
+def test_whoever_searches_for_the_question_hands_nothing_over(tmp_path, query):
+    opening = [GO[0], user("Which of the villages is the oldest one?")]
+    search = calling(json.dumps({"query": query}))
+    before = [chat(opening, search, "r1"), chat([*opening, search, result("Nothing.")], said("Hard to say."), "r2")]
+    folded = [*opening, user("So far nothing was found in the books.")]
+    (rollout,), _ = read(write(tmp_path, [*before, chat(folded, said("Perhaps none."), "r3")]))
+    assert [turn.chain for turn in rollout.turns] == ["main"] * 3 and len(junctions(rollout)) == 1
+    # The same question to an agent with other tools is a sub-agent's task.
+    other = chat(opening, said("Perhaps none."), "r3", tools=())
+    (rollout,), _ = read(write(tmp_path, [*before, other]))
+    assert rollout.turns[2].chain.startswith("subagent") and rollout.turns[2].cause_turn == 0
+    # And of two episodes without a name, neither is a part of the other.
+    again = [
+        chat(opening, said("The northern one."), "r4"),
+        chat([*opening, said("The northern one."), user("Sure?")], said("Yes."), "r5"),
+    ]
+    log = [{key: value for key, value in record.items() if key != "session_id"} for record in (*before, *again)]
+    assert [len(found.turns) for found in read(write(tmp_path, log))[0]] == [2, 2]
+
+
 def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_stop_token(tmp_path):
     cut = recorded(chat(GO, said("Rope a"), "r1", finish=None), 1, error={"kind": "upstream_cut_off", "message": "x"})
     (rollout,), others = read(write(tmp_path, [cut, recorded(chat(GO, said("Rope and salt."), "r2"), 2)]))

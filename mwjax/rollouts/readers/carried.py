@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mwjax.rollouts.readers.contained import Contained
 from mwjax.rollouts.readers.engine_call import Call
-from mwjax.rollouts.readers.said import Said
+from mwjax.rollouts.readers.said import Asked, Said
 
 SHORTEST_CARRIED = 16  # characters; shorter texts occur by chance
 TASK_WORDS = 4
@@ -70,14 +70,19 @@ class Texts:
 
     def handed_over_by(self, index: int) -> int | None:
         """The latest earlier call whose tool call holds the first user message of this one, before which a harness may
-        have put words of its own: a sub-agent's task."""
+        have put words of its own: a sub-agent's task. What a call of the same root was itself asked first is none:
+        whoever searches for the question in its own words hands nothing over."""
         asked = self.calls[index].asked
         task = "" if asked is None else asked.first_user.strip()
-        if len(task) < SHORTEST_CARRIED:
+        if asked is None or len(task) < SHORTEST_CARRIED:
             return None
         whole = self._handed_over.get(task, [])
         ends = [k for value, k in self._endings.get(task[-SHORTEST_TASK:], ()) if task.endswith(value)]
-        return max((k for k in (*whole, *ends) if k < index), default=None)
+        return max((k for k in (*whole, *ends) if k < index and not self._asked_the_same(k, asked)), default=None)
+
+    def _asked_the_same(self, index: int, asked: Asked) -> bool:
+        known = self.calls[index].asked
+        return known is not None and known.first_user.strip() == asked.first_user.strip() and known.same_root(asked)
 
 
 def _values(arguments: str) -> Iterator[str]:

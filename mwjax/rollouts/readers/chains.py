@@ -167,18 +167,10 @@ def _same_root(texts: Texts, before: int, index: int, one: bool) -> bool:
     if old.asked is None or new.asked is None:
         # The ids of a system prompt are those of all episodes of a harness.
         return one and _shared(old, new) >= min(ROOT_IDS, len(old.prompt_ids), len(new.prompt_ids))
-    if old.asked.tools != new.asked.tools or not _mostly_equal(old.asked.system, new.asked.system):
+    if not old.asked.same_root(new.asked):
         return False
     # In a log of many episodes, those of one harness all have its root.
     return one or any(hint in texts.said(before) for hint in texts.hints(index))
-
-
-def _mostly_equal(left: str, right: str) -> bool:
-    """Half of the lines are enough: a system text may hold the date, or what was read so far."""
-    if left == right:
-        return True
-    lines, others = set(left.splitlines()), set(right.splitlines())
-    return 2 * len(lines & others) >= max(len(lines), len(others))
 
 
 def _causes(chain: _Chain, home: Mapping[int, _Chain], texts: Texts) -> dict[int, int]:

@@ -41,6 +41,14 @@ class Asked(NamedTuple):
     def first_user(self) -> str:
         return next((each.text for each in self.messages if each.role == "user"), "")
 
+    def same_root(self, other: Asked) -> bool:
+        """Whether the tools are the same and so are half of the system's lines, or more: it may hold the date, or what
+        was read so far."""
+        if self.tools != other.tools or self.system == other.system:
+            return self.tools == other.tools
+        lines, others = (set(each.system.splitlines()) for each in (self, other))
+        return 2 * len(lines & others) >= max(len(lines), len(others))
+
 
 def asked(endpoint: Endpoint, request: Mapping[str, Any]) -> Asked | None:
     """None where the messages cannot be read as text, or are not those of this API."""
