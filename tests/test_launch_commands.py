@@ -54,13 +54,16 @@ def test_training_goes_to_the_bucket(config: str) -> None:
     }
     own = job.plan(MACHINES, [config, "run_dir=gs://other/x"], bucket="gs://b")
     assert own.command[-1] == "run_dir=gs://other/x"
+    Path(config).write_text(CONFIG.replace("run_dir: runs/a", ""))
+    assert job.plan(MACHINES, [config], bucket="gs://b/runs").command[-1] == "run_dir=gs://b/runs/a"
 
 
 @pytest.mark.parametrize(
     ("words", "bucket", "complaint"),
     [
         ((), "gs://b", "give what to run"),
-        (("c.yaml",), None, "run_dir runs/a would be on the hosts' own disks"),
+        (("c.yaml",), None, "run_dir runs/a would be on the hosts' own disks, .*: give --bucket"),
+        (("c.yaml", "run_dir=x"), "gs://b", "run_dir x would be on the hosts' own disks, .*: leave run_dir= out, or"),
         (("c.yaml",), "/tmp/b", "--bucket /tmp/b: expected gs://"),
         (("c.yaml", "data.paths=r.jsonl"), "gs://b", "r.jsonl is on this machine, not on the hosts"),
         (("c.yaml", "data.paths=[gs://x,r.jsonl]"), "gs://b", "r.jsonl is on this machine"),

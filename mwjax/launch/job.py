@@ -154,15 +154,17 @@ def _train(
     from mwjax.train import load
 
     config, overrides = Path(words[0]), list(words[1:])
-    settings = load.load(str(config), overrides)
+    # A file without run_dir will do: the bucket's is taken below, as where the file names a local one.
+    settings = load.load(str(config), overrides, defaults=["run_dir=runs"] if bucket else ())
     in_bucket = settings.run_dir.startswith("gs://")
     if bucket and not in_bucket and not any(word.startswith("run_dir=") for word in overrides):
         overrides.append(f"run_dir={bucket}/{machines.name}")
         in_bucket = True
     if not in_bucket:
+        instead = "leave run_dir= out" if bucket else "give --bucket gs://BUCKET/FOLDER"
         raise LaunchError(
-            f"run_dir {settings.run_dir} would be on the hosts' own disks, and its checkpoints gone with them: give "
-            "--bucket gs://BUCKET/FOLDER, or run_dir=gs://..."
+            f"run_dir {settings.run_dir} would be on the hosts' own disks, and its checkpoints gone with them: "
+            f"{instead}, or name one in a bucket, run_dir=gs://..."
         )
     small = settings.model.small
     files = [*settings.data.paths, *settings.evaluation.paths, small.tokenizer if small else None]

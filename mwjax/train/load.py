@@ -24,13 +24,15 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the file, the key and the reason."""
 
 
-def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: str | None, overrides: Sequence[str] = (), defaults: Sequence[str] = ()) -> RunConfig:
     """The configuration in the YAML file ``path`` (none: only the overrides), changed by ``overrides``.
 
-    overrides: ``"section.key=value"``, the value in YAML (``data.paths=[a.jsonl,b.jsonl]``).
+    overrides: ``"section.key=value"``, the value in YAML (``data.paths=[a.jsonl,b.jsonl]``). defaults: the same, for
+    options that neither file nor overrides give.
     Raises ``ConfigError`` on unknown keys (suggesting the right one), wrong types and unreadable files, all at once.
     """
-    merged = OmegaConf.merge(_read(path) if path is not None else {}, _dotlist(overrides))
+    file = _read(path) if path is not None else {}
+    merged = OmegaConf.merge(_dotlist(defaults), file, _dotlist(overrides))
     try:
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
