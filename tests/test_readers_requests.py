@@ -610,6 +610,28 @@ def test_whoever_searches_for_the_question_hands_nothing_over(tmp_path, query):
     assert [len(found.turns) for found in read(write(tmp_path, log))[0]] == [2, 2]
 
 
+def test_a_sub_agent_whose_context_was_compacted_goes_on_and_another_task_is_another_one(tmp_path):
+    tasks = ["Find all the trains that go to the north.", "Find all the hotels that are in the north."]
+    handed = [
+        calling(json.dumps({"prompt": task}), f"task {k}", f"c{k}")["tool_calls"][0] for k, task in enumerate(tasks)
+    ]
+    opening, both = [GO[0], user("Plan the trip to the north, please.")], said("", tool_calls=handed)
+    log, found = [chat(opening, both, "r0")], []
+    for k, task in enumerate(tasks):
+        start, first, last = (
+            [GO[0], user(task)],
+            said("There is much to read here."),
+            said(f"There are three of kind {k}."),
+        )
+        log += [chat(start, first, f"a{k}"), chat([*start, user("So far: much was read.")], last, f"b{k}")]
+        found.append(result(last["content"], f"c{k}"))
+    log.append(chat([*opening, both, *found], said("Take the first one."), "r1"))
+    (rollout,), _ = read(write(tmp_path, log))
+    chains = ["main", *["subagent-1"] * 2, *["subagent-2"] * 2, "main"]
+    assert [turn.chain for turn in rollout.turns] == chains
+    assert [turn.cause_turn for turn in rollout.turns] == [None, 0, None, 0, None, 4]
+
+
 def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_stop_token(tmp_path):
     cut = recorded(chat(GO, said("Rope a"), "r1", finish=None), 1, error={"kind": "upstream_cut_off", "message": "x"})
     (rollout,), others = read(write(tmp_path, [cut, recorded(chat(GO, said("Rope and salt."), "r2"), 2)]))

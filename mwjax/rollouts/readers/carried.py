@@ -49,6 +49,11 @@ class Texts:
             found += [block.strip()] if opened else []
         return [text for text in found if len(text) >= SHORTEST_CARRIED]
 
+    def task(self, index: int) -> str:
+        """The first user message of a call."""
+        asked = self.calls[index].asked
+        return "" if asked is None else asked.first_user.strip()
+
     def carried(self, messages: Iterable[Said]) -> set[str]:
         """The answers, of any call, that these messages hold."""
         return {answer for each in messages for answer in self._answers.inside(each.text)}
@@ -72,8 +77,7 @@ class Texts:
         """The latest earlier call whose tool call holds the first user message of this one, before which a harness may
         have put words of its own: a sub-agent's task. What a call of the same root was itself asked first is none:
         whoever searches for the question in its own words hands nothing over."""
-        asked = self.calls[index].asked
-        task = "" if asked is None else asked.first_user.strip()
+        asked, task = self.calls[index].asked, self.task(index)
         if asked is None or len(task) < SHORTEST_CARRIED:
             return None
         whole = self._handed_over.get(task, [])
@@ -82,7 +86,7 @@ class Texts:
 
     def _asked_the_same(self, index: int, asked: Asked) -> bool:
         known = self.calls[index].asked
-        return known is not None and known.first_user.strip() == asked.first_user.strip() and known.same_root(asked)
+        return known is not None and self.task(index) == asked.first_user.strip() and known.same_root(asked)
 
 
 def _values(arguments: str) -> Iterator[str]:

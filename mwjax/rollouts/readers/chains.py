@@ -127,7 +127,8 @@ def _chains(texts: Texts, one: bool) -> list[_Chain]:
         free: list[int] = []
         for number in range(len(chains)) if one else related.union(alike):
             last = chains[number].calls[-1]
-            same_root = handed_over is None and last < start and _same_root(texts, last, start, one)
+            same_task = handed_over is None or texts.task(chains[number].calls[0]) == texts.task(start)
+            same_root = same_task and last < start and _same_root(texts, last, start, one)
             if last < start and (number in related or same_root):
                 free.append(number)
         if free:
