@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 import zlib
 
 import pytest
@@ -630,6 +631,21 @@ def test_a_sub_agent_whose_context_was_compacted_goes_on_and_another_task_is_ano
     chains = ["main", *["subagent-1"] * 2, *["subagent-2"] * 2, "main"]
     assert [turn.chain for turn in rollout.turns] == chains
     assert [turn.cause_turn for turn in rollout.turns] == [None, 0, None, 0, None, 4]
+
+
+def test_episodes_of_one_question_that_begin_alike_at_the_same_time_are_told_apart(tmp_path):
+    said_by = [["I look into it now.", f"Found {count} of them.", f"It is number {count}."] for count in range(3)]
+    prompts, log = [list(GO) for _ in said_by], []
+    for step in range(3):
+        for k, answers in enumerate(said_by):
+            log.append(chat(prompts[k], said(answers[step]), f"r{k}.{step}"))
+            prompts[k] = [*prompts[k], said(answers[step]), user(f"Book {step} of shelf {k}.")]
+    for record in log:
+        del record["session_id"]
+    found, _ = read(write(tmp_path, log))
+    shelves = [[int(shelf) for shelf in re.findall(r"shelf (\d)", decoded(rollout, 2))] for rollout in found]
+    assert sorted(shelves) == [[0, 0], [1, 1], [2, 2]]
+    assert [len(rollout.turns) for rollout in found] == [3, 3, 3] and not any(map(junctions, found))
 
 
 def test_an_answer_that_the_recorder_saw_break_off_is_context_only_and_has_no_stop_token(tmp_path):

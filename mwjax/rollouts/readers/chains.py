@@ -90,14 +90,22 @@ def conversations(
     return sorted(result, key=lambda each: (each.calls[0].time, each.calls[0].record))
 
 
-def _segments(calls: Sequence[Call]) -> tuple[list[list[int]], list[int | None]]:
-    """Runs of calls, each of which continues the one before exactly; and for each the call it goes back to, if any."""
+def _segments(calls: Sequence[Call], one: bool) -> tuple[list[list[int]], list[int | None]]:
+    """Runs of calls, each of which continues the one before exactly; and for each the call it goes back to, if any. Of
+    calls with equal ids, which several episodes of one question may have, the latest is continued that has not been."""
     shortener = Shortener()
     segments: list[list[int]] = []
     parents: list[int | None] = []
     home: dict[int, int] = {}
+    keys: list[tuple[bytes, bytes]] = []
+    equal: dict[tuple[bytes, bytes], list[int]] = {}
     for index, call in enumerate(calls):
         parent = shortener.add(call.prompt_ids, call.completion_ids).extends
+        if parent is not None and not one:
+            alike = reversed(equal[keys[parent]])
+            parent = next((each for each in alike if segments[home[each]][-1] == each), parent)
+        keys.append((_digest(call.prompt_ids), _digest(call.completion_ids)))
+        equal.setdefault(keys[index], []).append(index)
         if parent is not None and segments[home[parent]][-1] == parent:
             home[index] = home[parent]
             segments[home[parent]].append(index)
@@ -114,7 +122,7 @@ def _chains(texts: Texts, one: bool) -> list[_Chain]:
     home: dict[int, int] = {}
     prompted: dict[bytes, set[int]] = {}  # chains by the prompts of their calls
     latest: dict[tuple[str, str], set[int]] = {}  # and by what was said at their latest call
-    for segment, parent in zip(*_segments(calls)):
+    for segment, parent in zip(*_segments(calls, one)):
         start, first = segment[0], calls[segment[0]]
         handed_over = texts.handed_over_by(start)
         related = set(() if parent is None else (home[parent],))
