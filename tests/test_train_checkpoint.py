@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import shutil
 import threading
@@ -248,6 +250,29 @@ def test_what_a_killed_save_leaves_is_removed_and_no_checkpoint(saved: Path) -> 
         assert restored is not None and (restored.step, restored.damaged) == (3, [])
         checkpoints.save(4, restored.state)
     assert sorted(path.name for path in folder.iterdir()) == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_leaving_without_a_save_waits_for_that_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Its thread cannot go on, and says so with a traceback, once the process has begun to end."""
+    left, removed = threading.Event(), threading.Event()
+
+    async def remove(*_: object, **__: object) -> None:
+        await asyncio.to_thread(left.wait, 0.5)
+        removed.set()
+
+    monkeypatch.setattr("orbax.checkpoint._src.path.temporary_paths.cleanup_temporary_paths", remove)
+    with (
+        pytest.raises(checkpoint.CheckpointMismatch) if refused else contextlib.nullcontext(),
+        checkpoint.Checkpoints(tmp_path, FINGERPRINT, keep=2),
+    ):
+        if refused:
+            raise checkpoint.CheckpointMismatch
+    done = removed.is_set()
+    left.set()
+    assert done
 
 
 def test_the_best_checkpoints_are_kept_besides_the_newest(tmp_path: Path) -> None:

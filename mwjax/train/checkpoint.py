@@ -93,6 +93,7 @@ class Checkpoints:
             if error is None or jax.process_count() == 1:
                 with self._explained():
                     self._settle()
+                    self._cleaned()
                     self._manager.close()
         except CheckpointNotSaved:
             if error is None:
@@ -126,6 +127,14 @@ class Checkpoints:
             if self._errors:
                 raise self._errors[0]
             time.sleep(POLL)
+
+    def _cleaned(self) -> None:
+        """Waits for the thread that removes what killed saves left. Orbax does so before a save only, and a process
+        that ends before the thread does gets a traceback from it."""
+        cleaning = getattr(self._manager, "_cleanup_tmp_directory_future", None)
+        if cleaning is not None:
+            with contextlib.suppress(Exception):  # nothing was to be saved: what is left is in nobody's way
+                cleaning.result()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
