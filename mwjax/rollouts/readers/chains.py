@@ -11,7 +11,6 @@ it in ``cause_turn``.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mwjax.rollouts.extends import Shortener
 from mwjax.rollouts.readers.carried import SHORTEST_CARRIED, Texts
 from mwjax.rollouts.readers.contained import Contained
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.junctions import junction_detail
 from mwjax.rollouts.readers.said import Said
+from mwjax.rollouts.readers.segments import digest, segments, shared
 from mwjax.rollouts.record import MAIN_CHAIN, Turn
 
 ROOT_IDS = 16
@@ -58,7 +57,7 @@ def without_copies(calls: Iterable[Call]) -> tuple[list[Call], list[Call]]:
     copies: list[Call] = []
     seen: set[tuple[Hashable, bytes, bytes]] = set()
     for call in sorted(calls, key=lambda call: (call.time, call.record)):
-        key = (call.identity, _digest(call.prompt_ids), _digest(call.completion_ids))
+        key = (call.identity, digest(call.prompt_ids), digest(call.completion_ids))
         if call.identity is not None and key in seen:
             copies.append(call)
         else:
@@ -90,43 +89,17 @@ def conversations(
     return sorted(result, key=lambda each: (each.calls[0].time, each.calls[0].record))
 
 
-def _segments(calls: Sequence[Call], one: bool) -> tuple[list[list[int]], list[int | None]]:
-    """Runs of calls, each of which continues the one before exactly; and for each the call it goes back to, if any. Of
-    calls with equal ids, which several episodes of one question may have, the latest is continued that has not been."""
-    shortener = Shortener()
-    segments: list[list[int]] = []
-    parents: list[int | None] = []
-    home: dict[int, int] = {}
-    keys: list[tuple[bytes, bytes]] = []
-    equal: dict[tuple[bytes, bytes], list[int]] = {}
-    for index, call in enumerate(calls):
-        parent = shortener.add(call.prompt_ids, call.completion_ids).extends
-        if parent is not None and not one:
-            alike = reversed(equal[keys[parent]])
-            parent = next((each for each in alike if segments[home[each]][-1] == each), parent)
-        keys.append((_digest(call.prompt_ids), _digest(call.completion_ids)))
-        equal.setdefault(keys[index], []).append(index)
-        if parent is not None and segments[home[parent]][-1] == parent:
-            home[index] = home[parent]
-            segments[home[parent]].append(index)
-        else:
-            home[index] = len(segments)
-            segments.append([index])
-            parents.append(parent)
-    return segments, parents
-
-
 def _chains(texts: Texts, one: bool) -> list[_Chain]:
     calls = texts.calls
     chains: list[_Chain] = []
     home: dict[int, int] = {}
     prompted: dict[bytes, set[int]] = {}  # chains by the prompts of their calls
     latest: dict[tuple[str, str], set[int]] = {}  # and by what was said at their latest call
-    for segment, parent in zip(*_segments(calls, one)):
+    for segment, parent in zip(*segments(calls, one)):
         start, first = segment[0], calls[segment[0]]
         handed_over = texts.handed_over_by(start)
         related = set(() if parent is None else (home[parent],))
-        for number in prompted.get(_digest(first.prompt_ids), ()):
+        for number in prompted.get(digest(first.prompt_ids), ()):
             # Without a session's name, a prompt that is there again later opens another episode of the same task.
             before = chains[number].calls
             if one or np.array_equal(calls[before[bisect_left(before, start) - 1]].prompt_ids, first.prompt_ids):
@@ -141,7 +114,7 @@ def _chains(texts: Texts, one: bool) -> list[_Chain]:
                 free.append(number)
         if free:
             lasts = {chains[number].calls[-1]: number for number in free}
-            home_number = lasts[max(lasts, key=lambda last: (_shared(calls[last], first), last))]
+            home_number = lasts[max(lasts, key=lambda last: (shared(calls[last], first), last))]
             chain = chains[home_number]
             for said in texts.said(chain.calls[-1]):
                 latest[said].discard(home_number)
@@ -154,28 +127,17 @@ def _chains(texts: Texts, one: bool) -> list[_Chain]:
             chains.append(chain)
         home.update(dict.fromkeys(segment, home_number))
         for index in segment:
-            prompted.setdefault(_digest(calls[index].prompt_ids), set()).add(home_number)
+            prompted.setdefault(digest(calls[index].prompt_ids), set()).add(home_number)
         for said in texts.said(chain.calls[-1]):
             latest.setdefault(said, set()).add(home_number)
     return chains
-
-
-def _digest(ids: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(ids), digest_size=16).digest()
-
-
-def _shared(before: Call, call: Call) -> int:
-    old = np.concatenate([before.prompt_ids, before.completion_ids])
-    length = min(len(old), len(call.prompt_ids))
-    different = old[:length] != call.prompt_ids[:length]
-    return int(different.argmax()) if different.any() else length
 
 
 def _same_root(texts: Texts, before: int, index: int, one: bool) -> bool:
     old, new = texts.calls[before], texts.calls[index]
     if old.asked is None or new.asked is None:
         # The ids of a system prompt are those of all episodes of a harness.
-        return one and _shared(old, new) >= min(ROOT_IDS, len(old.prompt_ids), len(new.prompt_ids))
+        return one and shared(old, new) >= min(ROOT_IDS, len(old.prompt_ids), len(new.prompt_ids))
     if not old.asked.same_root(new.asked):
         return False
     # In a log of many episodes, those of one harness all have its root.
@@ -324,7 +286,7 @@ def _conversation(
         and index in previous
         and (chain_of.get(cause) is chain_of[index] or not chain_of[cause].name.startswith("subagent"))
     }
-    attempts = {(chain_of[k].name, _digest(calls[k].prompt_ids)) for k in summaries if k in chain_of}
+    attempts = {(chain_of[k].name, digest(calls[k].prompt_ids)) for k in summaries if k in chain_of}
     turns: list[Turn] = []
     details: dict[int, str] = {}
     for turn, index in enumerate(order):
@@ -337,7 +299,7 @@ def _conversation(
         summarises = index in summaries and chain.purpose == "act"
         # An attempt that was made again, and of which nothing came, is context only.
         again = chain.purpose == "summary" and last_carried[id(chain)] > index
-        attempt = (chain.name, _digest(call.prompt_ids)) in attempts
+        attempt = (chain.name, digest(call.prompt_ids)) in attempts
         undone = index not in carried and index in after and _undone(call, calls[after[index]])
         rejected = undone or (index not in carried and (again or attempt))
         turns.append(

@@ -9,6 +9,7 @@ import numpy as np
 
 from mwjax.rollouts.readers.engine_call import Call
 from mwjax.rollouts.readers.said import Said
+from mwjax.rollouts.readers.segments import shared
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
@@ -49,7 +50,7 @@ def _unedited(before: Call, call: Call, said: Sequence[Said]) -> str:
     pairs = list(zip(said, call.asked.messages))
     if any(old.calls != new.calls for old, new in pairs):
         return "tool_json"
-    at = _common_prefix(np.concatenate([before.prompt_ids, before.completion_ids]), call.prompt_ids)
+    at = shared(before, call)
     # What the prompt before held came from the same template, so there it can only be the template that differs.
     if at < len(before.prompt_ids) or said[-1].thinking:
         return "template"
@@ -87,9 +88,3 @@ def _is_result(said: Said) -> bool:
 def _put_before(old: Said, new: Said) -> bool:
     """A user message before whose text something was put: a reminder, for instance."""
     return old.role == new.role == "user" and bool(old.text.strip()) and new.text.rstrip().endswith(old.text.rstrip())
-
-
-def _common_prefix(old: np.ndarray, new: np.ndarray) -> int:
-    length = min(len(old), len(new))
-    different = old[:length] != new[:length]
-    return int(different.argmax()) if different.any() else length
