@@ -232,6 +232,7 @@ def test_mistakes_are_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str
     model.save(folder, small, model.init(small, jax.random.key(0)))
     for arguments, said in (
         (["--rollouts", "3"], "goes with --model"),
+        (["--tokenizer", "tokenizer.json"], "goes with --rows"),
         (["--model", str(tmp_path / "none")], "none"),
         (["--model", str(folder)], "outside the model's vocabulary of 4"),
     ):

@@ -43,7 +43,9 @@ def audit(
         str | None, typer.Option("--json", metavar="FILE", help="Write all figures; - is stdout.")
     ] = None,
     html_file: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a report as one page.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="tokenizer.json: show texts, not ids.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --rows: tokenizer.json, to show texts, not ids.")
+    ] = None,
     shown: Annotated[int, typer.Option(min=0, help="How many mismatches and affected rollouts to list.")] = 5,
     group_tries: Annotated[bool, typer.Option(help="Also measure tries over groups; holds all ids in memory.")] = True,
     strict: Annotated[
@@ -85,6 +87,8 @@ def audit(
         raise typer.BadParameter("takes two or more files", param_hint="--compare")
     if compare and rows is not None:
         raise typer.BadParameter("goes with one set of rollouts, not with --compare", param_hint="--rows")
+    if tokenizer is not None and rows is None:
+        raise typer.BadParameter("goes with --rows: only their mismatches show texts", param_hint="--tokenizer")
     folders = [model_folder(name) for name in models or ()]
     result: auditing.AuditResult | auditing.ComparedFiles
     with watching(files) as (progress, moved):
