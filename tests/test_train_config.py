@@ -115,6 +115,11 @@ def test_an_override_without_a_value_is_refused(override: str) -> None:
     assert "expected key=value" in errors(override)[0]
 
 
+@pytest.mark.parametrize("override", ["data.paths=*.jsonl", "model.frozen=[norm", "run_dir=@runs"])
+def test_an_override_that_is_not_yaml_is_named_alone(override: str) -> None:
+    assert errors("data.seed=1", override)[0].startswith(f"override {override!r}: the value is not valid YAML: ")
+
+
 @pytest.mark.parametrize(("text", "reason"), [("a: [1", "not valid YAML"), ("- 1\n- 2\n", "expected keys and values")])
 def test_a_broken_file_is_named(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "broken.yaml"

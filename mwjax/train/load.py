@@ -116,13 +116,18 @@ def _read(path: str) -> Any:
 
 
 def _dotlist(overrides: Sequence[str]) -> Any:
+    given = OmegaConf.create()
     for override in overrides:
         if not re.match(r"[A-Za-z_][\w.]*=", override):
             raise ConfigError(f"override {override!r}: expected key=value, as in optimizer.learning_rate=1e-5")
-    try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
+        try:
+            given.merge_with_dotlist([override])
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+            raise ConfigError(f"override {override!r}: the value is not valid YAML: {problem}") from error
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"override {override!r}: {str(error).splitlines()[0]}") from error
+    return given
 
 
 def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
