@@ -16,7 +16,7 @@ from rich.console import Console
 
 from mwjax import cli, data, rollouts, tree
 from mwjax.commands import statuses
-from mwjax.train import debug, load, loop, setup
+from mwjax.train import debug, load, loop, metrics_log, setup
 from mwjax.train.step import Step
 from mwjax.tree import Batch, Rows, RowShape, collate, fragments, pack
 from tests.training_runs import compile_once, configure, microbatches, recorded, write  # noqa: F401
@@ -192,7 +192,7 @@ def without_logprobs(made: Sequence[rollouts.Rollout]) -> list[rollouts.Rollout]
 def test_debug_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = recorded(2, turns=3)
     write(tmp_path, made)
-    config = configure(tmp_path, *TINY, "data.steps=1")
+    config = configure(tmp_path, *TINY, "data.steps=3")
     (tmp_path / "config.yaml").write_text(load.dump(config))
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", str(tmp_path / "config.yaml"), "--debug"])
@@ -206,6 +206,8 @@ def test_debug_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     edges = sum(int(((b.rows.edges.weight != 0) & (b.rows.edges.rollout == number)).sum()) for b in first)
     assert shown.count("> ") - 1 == edges > 2  # one line a loss token; one > in the legend
     assert not jax.config.jax_disable_jit and not jax.config.jax_debug_nans
+    *_, before, last = (row["seconds"] for row in metrics_log.read(config.run_dir))
+    assert last > before / 50  # each step's time is its own
 
 
 @pytest.mark.slow

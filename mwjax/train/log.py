@@ -61,6 +61,8 @@ class Log:
     def add(self, batches: data.StepBatches, outcome: Outcome, sdcc_lambda: float | None) -> None:
         self.flush()
         self.pending = planned(batches, self.made.index, sdcc_lambda), outcome
+        if self.config.debug:  # without jit the step is over by now, and its time would be counted as the one's before
+            self.flush()
 
     def flush(self) -> None:
         """Waits for the step last added and writes its row. Raises TrainingDiverged."""
