@@ -148,3 +148,18 @@ def test_two_slices(tmp_path: Path) -> None:
     (one,) = planned(tmp_path, "--topology", "v5e-4")
     assert weights_moved(found) < 1.1 * weights_moved(one)
     assert one["functions"]["accumulate"]["limits"]["network"] == 0
+
+
+def test_gathered_weights_are_not_kept_for_the_backward_pass(tmp_path: Path) -> None:
+    """Without rematerialisation what a layer computes is kept, but for its weights: they would be the whole model."""
+    layers, width = 8, 512
+    small = (f"layers={layers}", f"width={width}", f"feed_forward_width={3 * width}", "heads=4", "key_value_heads=4")
+    options = (
+        "data.row_length=128",
+        "model.remat=none",
+        *(f"model.small.{option}" for option in (*small, "head_dim=128")),
+    )
+    (found,) = planned(tmp_path, "--topology", "v5e-4", *options)
+    assert found["fits"] and found["remat"] == "none" and found["chosen"] == []
+    moved = {one["kind"]: one["bytes"] for one in found["functions"]["accumulate"]["collectives"]}
+    assert moved["all-gather"] >= 2 * 2 * layers * (4 + 9) * width**2  # bfloat16, for each of the two passes

@@ -23,7 +23,7 @@ from mwjax.model.experts import Routing
 from mwjax.model.layers import Decoder, Layer
 from mwjax.model.parameters import initialise, is_declaration, join_params
 from mwjax.model.rope import rotations
-from mwjax.model.sharding import HIDDEN, constrain
+from mwjax.model.sharding import FSDP, HIDDEN, constrain, gather, spec
 
 Params = dict[str, Any]
 REMAT = ("none", "attention", "full")
@@ -231,13 +231,13 @@ def run_layers(
 
     def run_layer(carry: tuple[jax.Array, Any], inputs: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Any]:
         (x, state), (params, number) = carry, inputs
-        layer: Layer = nnx.merge(layer_definition, params)
+        layer: Layer = nnx.merge(layer_definition, _gathered(params, config, x.dtype, mesh))
         x, state, routing = layer(
             x, angles, lambda query, key, value: attend(query, key, value, state, number), weight, mesh
         )
         return (constrain(x, HIDDEN, mesh), state), routing
 
-    step = _rematerialise(run_layer, remat)
+    step = _rematerialise(run_layer, remat, mesh)
     inputs = (nnx.to_pure_dict(layer_params), jnp.arange(config.layers, dtype=jnp.int32))
     carry = (look_up(decoder.embedding[...], tokens, dtype, mesh), state)
     if scan:
@@ -251,10 +251,36 @@ def run_layers(
     return decoder.norm(carry[0]), carry[1], routing
 
 
-def _rematerialise(run_layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def _gathered(params: Params, config: ModelConfig, dtype: Any, mesh: Mesh | None) -> Params:
+    """A layer's parameters, of which the matrices that ``fsdp`` splits are whole along it, in ``dtype``. (Experts take
+    theirs in `mwjax.model.experts`.) Left to itself, XLA takes a product apart into as many as there are devices, to
+    multiply with one part while the next is under way, and moves the partial sums through main memory each time."""
+    if mesh is None or mesh.shape[FSDP] == 1:
+        return params
+    axes = jax.tree.map(lambda leaf: leaf.axes, declarations(config)["layers"], is_leaf=is_declaration)
+
+    def whole(array: jax.Array, names: tuple[str, ...]) -> jax.Array:
+        if len(names) == 1 or FSDP not in spec(names) or "experts" in names:
+            return array
+        return gather(array.astype(dtype), spec(names), mesh)
+
+    return jax.tree.map(whole, params, axes)
+
+
+def _rematerialise(run_layer: Callable[..., Any], remat: str, mesh: Mesh | None) -> Callable[..., Any]:
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}; available: {', '.join(REMAT)}")
+    policies = jax.checkpoint_policies
     if remat == "none":
-        return run_layer
-    names = (OUTPUT_NAME, LOG_SUM_EXP_NAME) if remat == "attention" else ()
-    return jax.checkpoint(run_layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
+        if mesh is None or mesh.shape[FSDP] == 1:
+            return run_layer
+        policy = _but_layouts
+    else:
+        policy = policies.save_only_these_names(*((OUTPUT_NAME, LOG_SUM_EXP_NAME) if remat == "attention" else ()))
+    return jax.checkpoint(run_layer, policy=policy, prevent_cse=False)
+
+
+def _but_layouts(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether the backward pass keeps what a primitive computes: all but arrays laid out anew, since the gathered
+    weights of all layers would be the whole model on every device."""
+    return primitive.name != "sharding_constraint"

@@ -112,3 +112,11 @@ def misfits(config: ModelConfig, mesh: Mesh) -> list[str]:
 def constrain(x: jax.Array, partition: PartitionSpec, mesh: Mesh | None) -> jax.Array:
     """``x`` laid out as ``partition`` says; as it is without a mesh."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+
+
+def gather(x: jax.Array, partition: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """A parameter, laid out as ``partition`` says, made whole along ``fsdp``. Its gradient is summed over the devices
+    and then laid out as the parameter is."""
+    whole = PartitionSpec(*(None if name == FSDP else name for name in partition))
+    # A gradient goes the same way back: whole, then in parts. Asked for its part alone, XLA would compute it by parts.
+    return constrain(constrain(x, partition, mesh), whole, mesh)
