@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="compiles wi
 ROOT = Path(__file__).parent.parent
 LAYERS, WIDTH, INNER, HEADS, HEAD, VOCABULARY = 2, 128, 384, 2, 64, 512
 CONFIG = f"""
-run_dir: unused
-data: {{paths: unused, row_length: 256, rows_per_microbatch: 4, rollouts_per_step: 8}}
+data: {{row_length: 256, rows_per_microbatch: 4, rollouts_per_step: 8}}
 model:
   attention: pallas
   remat: full

@@ -47,7 +47,7 @@ def test_good_and_bad_lines_in_order(tmp_path, suffix: str) -> None:
     assert [number for number, _ in items] == [1, 2, 3, 5, 6]
     assert [item.id if isinstance(item, Rollout) else item.reason for _, item in items] == [
         "a",
-        "missing",
+        "missing: this is no rollout; mwjax import makes rollouts of logs of other formats",
         "b",
         "'a' was already used in line 1",
         "c",

@@ -115,7 +115,7 @@ BAD = [
     ("meta", {"a": np.zeros(2)}, "meta.a", "is of type ndarray; use plain numbers, strings, lists and objects"),
     ("rewards", 1.0, "rewards", "unknown key; did you mean 'reward'?"),
     ("tool_calls", 3, "tool_calls", "unknown key; data of your own belongs in the rollout's meta"),
-    ("turns", ..., "turns", "missing"),
+    ("turns", ..., "turns", "missing: this is no rollout; mwjax import makes rollouts of logs of other formats"),
     ("turns", [], "turns", "there are no turns"),
     ("turns", {}, "turns", "is an object, must be a list"),
     ("turns.1", [1], "turns[1]", "is a list, must be an object"),

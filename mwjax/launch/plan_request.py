@@ -54,7 +54,7 @@ def carry_out(asked: Request) -> int:
     Raises ValueError for what the user can put right.
     """
     kinds = [topologies.find(name) for name in asked.topology.split(",")]
-    config = load.load(asked.config, asked.overrides)
+    config = load.load(asked.config, asked.overrides, defaults=("run_dir=planned", "data.paths=planned"))
     os.environ.update(ENVIRONMENT)  # before jax is imported
 
     from rich.console import Console

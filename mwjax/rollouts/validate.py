@@ -41,9 +41,11 @@ def from_json(value: Any, *, vocab_size: int | None = None) -> Rollout:
     """
     if not isinstance(value, dict):
         raise RecordError("", f"this is {described(value)}, must be one JSON object, a rollout")
+    if "turns" not in value:
+        raise RecordError("turns", "missing: this is no rollout; mwjax import makes rollouts of logs of other formats")
     given = known_keys(value, ROLLOUT_KEYS, "")
     rollout_id = name(_required(given, "id", ""), "id")
-    listed = _list(_required(given, "turns", ""), "turns")
+    listed = _list(value["turns"], "turns")
     if not listed:
         raise RecordError("turns", "there are no turns")
     pieces, bare = [], []
