@@ -55,11 +55,11 @@ def test_good_and_bad_lines_in_order(tmp_path, suffix: str) -> None:
     result = read(path)
     assert [rollout.id for rollout in result.rollouts] == ["a", "b", "c"]
     assert result.refused == [
-        Refusal(str(path), 2, "id", "missing"),
+        Refusal(str(path), 2, "turns", items[1][1].reason),
         Refusal(str(path), 5, "id", "'a' was already used in line 1"),
     ]
     assert result.summary() == (
-        f"3 rollouts read, 2 refused\n  {path}, line 2: id: missing\n"
+        f"3 rollouts read, 2 refused\n  {path}, line 2: turns: {items[1][1].reason}\n"
         f"  {path}, line 5: id: 'a' was already used in line 1"
     )
     assert result.summary(shown=0) == "3 rollouts read, 2 refused\n  and 2 more: 2 at id"
