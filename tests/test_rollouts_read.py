@@ -62,7 +62,7 @@ def test_good_and_bad_lines_in_order(tmp_path, suffix: str) -> None:
         f"3 rollouts read, 2 refused\n  {path}, line 2: turns: {items[1][1].reason}\n"
         f"  {path}, line 5: id: 'a' was already used in line 1"
     )
-    assert result.summary(shown=0) == "3 rollouts read, 2 refused\n  and 2 more: 2 at id"
+    assert result.summary(shown=0) == "3 rollouts read, 2 refused\n  and 2 more: 1 at turns, 1 at id"
 
 
 def test_an_id_first_seen_on_a_bad_line_is_free(tmp_path) -> None:
