@@ -249,7 +249,7 @@ def test_what_is_there_is_kept(written, tmp_path, capsys):
     (set_and_more / "notes.txt").write_text("keep")
     for arguments, said in (
         ([written, "--out", folder], "it is a packed set already; --overwrite replaces it"),
-        ([bad, "--out", folder, "--overwrite"], "no usable rollout in .*bad.jsonl: 1 refused; .*turns: missing: this is no rollout"),
+        ([bad, "--out", folder, "--overwrite"], "no usable rollout in .*bad.jsonl: 1 refused; .*turns: missing"),
         ([tmp_path / "none", "--out", folder, "--overwrite"], "there is no such file or folder"),
         ([written, "--out", tmp_path / "mine", "--overwrite"], "the folder holds something else"),
         ([written, "--out", set_and_more, "--overwrite"], "it holds notes.txt too, which is no part of a packed set"),
