@@ -12,6 +12,7 @@ from mwjax.launch import hlo
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # Over the network: a transfer that the runtime of several slices (Megascale) takes from a chip to the other slices.
 NETWORK = "between slices"
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # They move nothing: names for what is there, and the halves of a transfer that is counted at its other half.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"),
@@ -78,7 +79,7 @@ def count(module: hlo.Module, devices: int, slices: int = 1) -> Traffic:
 
 def _kind(done: hlo.Executed) -> str | None:
     """The kind of collective an instruction is; None for others, and for the end of one."""
-    if done.instruction.opcode == "send" and "_xla_megascale_transfer_type" in done.instruction.attributes:
+    if done.instruction.opcode == "send" and _TRANSFER.search(done.instruction.attributes):
         return NETWORK
     kind = done.instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
@@ -109,10 +110,10 @@ def _cost(kind: str, done: hlo.Executed, devices: int) -> tuple[int, int]:
 def _between(instruction: hlo.Instruction, slices: int) -> tuple[int, int]:
     """(bytes that a device hands over for the other slices, bytes that are sent for them)."""
     size = instruction.arrays[0].bytes
-    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    (transfer,) = _TRANSFER.findall(instruction.attributes)
     others = (slices - 1) / slices
     shares = {"ALL_REDUCE": 2 * others, "REDUCE_SCATTER": others, "ALL_TO_ALL": others, "ALL_GATHER": slices - 1}
-    return size, round(size * shares.get(found[1] if found else "", 1))
+    return size, round(size * shares.get(transfer, 1))
 
 
 def group_size(instruction: hlo.Instruction, devices: int) -> int:

@@ -237,7 +237,7 @@ def run_layers(
         )
         return (constrain(x, HIDDEN, mesh), state), routing
 
-    step = _rematerialise(run_layer, remat, mesh)
+    step = _rematerialise(run_layer, remat, _splits_weights(mesh))
     inputs = (nnx.to_pure_dict(layer_params), jnp.arange(config.layers, dtype=jnp.int32))
     carry = (look_up(decoder.embedding[...], tokens, dtype, mesh), state)
     if scan:
@@ -255,28 +255,30 @@ def _gathered(params: Params, config: ModelConfig, dtype: Any, mesh: Mesh | None
     """A layer's parameters, of which the matrices that ``fsdp`` splits are whole along it, in ``dtype``. (Experts take
     theirs in `mwjax.model.experts`.) Left to itself, XLA takes a product apart into as many as there are devices, to
     multiply with one part while the next is under way, and moves the partial sums through main memory each time."""
-    if mesh is None or mesh.shape[FSDP] == 1:
+    if mesh is None or not _splits_weights(mesh):
         return params
     axes = jax.tree.map(lambda leaf: leaf.axes, declarations(config)["layers"], is_leaf=is_declaration)
 
     def whole(array: jax.Array, names: tuple[str, ...]) -> jax.Array:
-        if len(names) == 1 or FSDP not in spec(names) or "experts" in names:
+        partition = spec(names)
+        if len(names) == 1 or FSDP not in partition or "experts" in names:
             return array
-        return gather(array.astype(dtype), spec(names), mesh)
+        return gather(array.astype(dtype), partition, mesh)
 
     return jax.tree.map(whole, params, axes)
 
 
-def _rematerialise(run_layer: Callable[..., Any], remat: str, mesh: Mesh | None) -> Callable[..., Any]:
+def _splits_weights(mesh: Mesh | None) -> bool:
+    return mesh is not None and mesh.shape[FSDP] > 1
+
+
+def _rematerialise(run_layer: Callable[..., Any], remat: str, gathers: bool) -> Callable[..., Any]:
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}; available: {', '.join(REMAT)}")
-    policies = jax.checkpoint_policies
-    if remat == "none":
-        if mesh is None or mesh.shape[FSDP] == 1:
-            return run_layer
-        policy = _but_layouts
-    else:
-        policy = policies.save_only_these_names(*((OUTPUT_NAME, LOG_SUM_EXP_NAME) if remat == "attention" else ()))
+    if remat == "none" and not gathers:
+        return run_layer
+    names = (OUTPUT_NAME, LOG_SUM_EXP_NAME) if remat == "attention" else ()
+    policy = _but_layouts if remat == "none" else jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run_layer, policy=policy, prevent_cse=False)
 
 
